@@ -222,6 +222,11 @@ class Verdict:
     first_scheduled_at: float | None
     completed_at: float
 
+    @property
+    def is_local_fault(self) -> bool:
+        """Whether the prompt was computed here, whole, though it should not have been."""
+        return self.outcome is Outcome.LOCAL_PREFILL
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

@@ -1,0 +1,70 @@
+"""The API server's half: remembers HTTP requests and attaches what it knows to engine requests.
+
+Installed when a config that uses the shim is settled, or by `SHIM_ENTRYPOINT=1` on a server without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+logger = logging.getLogger("vllm.kv_shim")
+_INSTALLED = "_kv_shim_installed"
+
+
+def install() -> None:
+    """Hook the middleware and the hand-off into this process's vLLM. Idempotent."""
+    from fastapi import FastAPI  # noqa: PLC0415  # `import shim.entrypoint` must stay light
+    from vllm.v1.engine import core_client  # noqa: PLC0415
+
+    _wrap_stack(FastAPI)
+    for name in dir(core_client):
+        cls = getattr(core_client, name)
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, core_client.EngineCoreClient)
+            and cls is not core_client.EngineCoreClient
+            and "add_request_async" in vars(cls)
+        ):
+            _wrap_add_request(cls)
+
+
+def _wrap_stack(app_class: type[Any]) -> None:
+    """Put `RequestContext` around every application's middleware stack, outermost.
+
+    Works where the server module is `__main__` and no option names a middleware.
+    """
+    original = app_class.build_middleware_stack
+    if getattr(original, _INSTALLED, False):
+        return
+
+    @functools.wraps(original)
+    def build_middleware_stack(self: Any) -> Any:
+        from shim.entrypoint.middleware import RequestContext  # noqa: PLC0415
+
+        return RequestContext(original(self))
+
+    setattr(build_middleware_stack, _INSTALLED, True)
+    app_class.build_middleware_stack = build_middleware_stack  # type: ignore[method-assign]
+
+
+def _wrap_add_request(client_class: type[Any]) -> None:
+    """Have every engine request pass `attach`: it also sees children of `n > 1` and rejection clean-ups."""
+    original = client_class.add_request_async
+    if getattr(original, _INSTALLED, False):
+        return
+
+    @functools.wraps(original)
+    async def add_request_async(self: Any, request: Any) -> None:
+        from shim.entrypoint.handoff import attach  # noqa: PLC0415
+
+        try:
+            attach(request)
+        except Exception:
+            # The request goes on as vLLM made it: a fault of ours fails none.
+            logger.exception("kv_shim: a fault of the shim's at the hand-off was contained; please report it")
+        await original(self, request)
+
+    setattr(add_request_async, _INSTALLED, True)
+    client_class.add_request_async = add_request_async

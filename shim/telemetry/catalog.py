@@ -113,6 +113,7 @@ class Metric:
         series: the valid combinations of label values, pre-created at 0; no other may be counted.
             Empty for `info`, whose values are known only at start-up.
         buckets: upper bounds in the metric's unit (histograms only).
+        latest: of several API processes' copies of a gauge the latest counts; else the largest.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Metric:
     series: tuple[Labels, ...] = ((),)
     buckets: tuple[float, ...] = ()
     scope: Scope = Scope.ENGINE
+    latest: bool = False
 
     @property
     def full_name(self) -> str:
@@ -261,6 +263,7 @@ PEERS = Metric(
     "Circuit breakers that keep a prefill peer from being asked.",
     ("state",),
     tuple((state,) for state in PeerState),
+    latest=True,
 )
 PEER_TRANSITIONS = Metric(
     "peer_transitions",

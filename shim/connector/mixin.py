@@ -1,0 +1,169 @@
+"""The hooks that the shim overrides; everything else of a wrapped class is the inner connector's.
+
+Each hook calls the inner exactly once, and hands on its result or its exception unchanged; the one answer
+the shim may replace is `get_num_new_matched_tokens`, by "nothing", for a request that must prefill locally.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from shim.connector.build import build_half, info_labels
+from shim.telemetry.prometheus import ShimPromMetrics
+from shim.telemetry.stats import ShimStats, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shim.connector.scheduler_half import SchedulerHalf
+
+_inside: ContextVar[bool] = ContextVar("kv_shim_inside", default=False)
+"""Whether a wrapped connector is being built: MultiConnector builds its children then, and the outer keeps
+the ledger."""
+
+
+class ShimMixin:
+    """Comes first in a wrapped class; `super()` is the inner connector."""
+
+    _half: SchedulerHalf | None = None
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        outermost = not _inside.get()
+        token = _inside.set(True)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        finally:
+            _inside.reset(token)
+        if outermost and role == KVConnectorRole.SCHEDULER:
+            self._half = build_half(vllm_config, kv_cache_config)
+
+    # Scheduler side.
+
+    def on_new_request(self, request: Any) -> None:
+        """Recover and screen the params before anything else reads them."""
+        half = self._half
+        if half is not None:
+            half.admit(request)
+        try:
+            super().on_new_request(request)  # type: ignore[misc]
+        except Exception:
+            self._inner_failed()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """The inner's answer, or nothing for a request that must prefill locally."""
+        half = self._half
+        if half is not None:
+            half.admit_unseen(request)
+        try:
+            answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(  # type: ignore[misc]
+                request, num_computed_tokens
+            )
+        except Exception:
+            self._inner_failed()
+        return answer if half is None else half.matched(request, num_computed_tokens, answer)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks were allocated, `num_external_tokens` of them for a load."""
+        half = self._half
+        if half is not None:
+            half.admit_unseen(request)
+        try:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+        except Exception:
+            self._inner_failed()
+        if half is not None:
+            half.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """A step was scheduled: the inner's metadata, untouched."""
+        try:
+            meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        except Exception:
+            self._inner_failed()
+        half = self._half
+        if half is not None:
+            half.scheduled(scheduler_output)
+        return meta
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The workers reported loads and sends."""
+        try:
+            super().update_connector_output(connector_output)  # type: ignore[misc]
+        except Exception:
+            self._inner_failed()
+        half = self._half
+        if half is not None:
+            half.output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended, on whatever path."""
+        return self._finish(super().request_finished, request, block_ids)  # type: ignore[misc]
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request_finished` for inner connectors that support several KV cache groups."""
+        return self._finish(super().request_finished_all_groups, request, block_ids)  # type: ignore[misc]
+
+    def _finish(
+        self, inner: Callable[[Any, Any], tuple[bool, dict[str, Any] | None]], request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        half = self._half
+        if half is not None:
+            half.admit_unseen(request)
+        try:
+            answer = inner(request, block_ids)
+        except Exception:
+            self._inner_failed()
+        if half is not None:
+            half.finished(request, answer)
+        return answer
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> ShimStats | None:
+        """The inner's stats with the shim's beside them; the scheduler asks once per processed step."""
+        try:
+            inner = super().get_kv_connector_stats()  # type: ignore[misc]
+        except Exception:
+            self._inner_failed()
+        half = self._half
+        ours = None if half is None else half.take()
+        if ours is None and inner is None:
+            return None
+        return ShimStats(ours, inner)
+
+    # API process.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ShimStats:
+        """The stats object of a wire payload; the inner's part is parsed by the inner."""
+        ours, inner = split(data)
+        return ShimStats(ours, super().build_kv_connector_stats(inner) if inner is not None else None)  # type: ignore[misc]
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ShimPromMetrics:
+        """The inner's Prometheus metrics with the shim's beside them."""
+        inner = super().build_prom_metrics(  # type: ignore[misc]
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+        return ShimPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, inner, info_labels(vllm_config)
+        )
+
+    def _inner_failed(self) -> NoReturn:
+        """Count the inner's exception that is being handled, and pass it on."""
+        if self._half is not None:
+            self._half.inner_failed()
+        raise  # noqa: PLE0704  # called in an except block only

@@ -1,0 +1,102 @@
+"""Where a request's transfer params are found: `extra_args`, else the metadata the entrypoint attached.
+
+Clients can write `extra_args["kv_shim"]` too (through `vllm_xargs`, or past a front-end the shim does not
+see), so the metadata is decoded typed, bounded, and as hostile as the params themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from shim.verdict import Endpoint, HandoffReason, Source
+
+KV_SHIM = "kv_shim"
+KV_PARAMS = "kv_transfer_params"
+EC_PARAMS = "ec_transfer_params"
+
+_Short = Annotated[str, Meta(max_length=512)]
+_Traceparent = Annotated[str, Meta(pattern=r"^(|00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})$")]
+
+
+class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the entrypoint knows of an engine request, carried in `extra_args["kv_shim"]`.
+
+    Attributes:
+        endpoint: the route that made the request.
+        source: where `kv` came from: `body` or `header`; `none` if nothing was recovered.
+        kv: recovered `kv_transfer_params`; any JSON value, since the body is the client's.
+        ec: recovered `ec_transfer_params`.
+        asked: the body has a `kv_transfer_params` key, even null or empty.
+        unreadable: the body has params that no engine could be sent (too large, too deep, 65-bit ints).
+        sibling: 0 for the first engine request of an HTTP request, which has its hand-off; else its number.
+        siblings: `n_gt_1` or `prompt_list` if the HTTP request makes several engine requests.
+        mark: `tried` or `local`, by a trusted router mark; else empty.
+        traceparent: the caller's W3C trace context, also where vLLM drops it.
+        tracestate: the caller's, bounded.
+        external_id: the request's id as seen outside.
+        streamed: the reply is streamed.
+    """
+
+    endpoint: Endpoint = Endpoint.ENGINE
+    source: Source = Source.NONE
+    kv: Any = None
+    ec: Any = None
+    asked: bool = False
+    unreadable: bool = False
+    sibling: Annotated[int, Meta(ge=0)] = 0
+    siblings: HandoffReason = HandoffReason.NONE
+    mark: Annotated[str, Meta(pattern=r"^(|tried|local)$")] = ""
+    traceparent: _Traceparent = ""
+    tracestate: _Short = ""
+    external_id: _Short = ""
+    streamed: bool = False
+
+
+NOTHING_ATTACHED = Attached()
+
+
+def read_attached(extra_args: object) -> Attached:
+    """The metadata in a request's `extra_args`; what is missing or malformed counts as not attached."""
+    raw = extra_args.get(KV_SHIM) if isinstance(extra_args, dict) else None
+    if isinstance(raw, Attached):  # same process: offline use, or tests
+        return raw
+    if not isinstance(raw, dict):
+        return NOTHING_ATTACHED
+    try:
+        return msgspec.convert(raw, Attached)
+    except (msgspec.ValidationError, RecursionError):
+        return NOTHING_ATTACHED
+
+
+def put_params(request: Any, kv: object, ec: object = None) -> None:
+    """Give a vLLM `Request` these transfer params, and nothing of the shim's.
+
+    Keeps `request.kv_transfer_params` and `sampling_params.extra_args` in step: LMCache and the hidden-states
+    connector read the latter. `SamplingParams` and `extra_args` may be shared, so they are copied.
+    """
+    request.kv_transfer_params = kv
+    if ec is not None:
+        request.ec_transfer_params = ec
+    sampling = request.sampling_params
+    if sampling is None:
+        return
+    before = sampling.extra_args if isinstance(sampling.extra_args, dict) else {}
+    if ec is None and KV_SHIM not in before and before.get(KV_PARAMS) is kv:
+        return
+    extra = {name: value for name, value in before.items() if name not in {KV_SHIM, KV_PARAMS}}
+    if kv is not None:
+        extra[KV_PARAMS] = kv
+    if ec is not None:
+        extra[EC_PARAMS] = ec
+    request.sampling_params = copied(sampling, extra or None)
+
+
+def copied(sampling: Any, extra_args: dict[str, Any] | None) -> Any:
+    """A shallow copy of `SamplingParams` with other `extra_args`; the original may be shared by siblings."""
+    clone = copy.copy(sampling)
+    clone.extra_args = extra_args
+    return clone

@@ -1,0 +1,173 @@
+"""Remembers where a request came from: a pure ASGI middleware that parses nothing unless it must."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shim.connector.recover import EC_PARAMS, KV_PARAMS
+from shim.verdict import Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, MutableMapping
+
+    Scope = MutableMapping[str, Any]
+    Message = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+    App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PARAMS_BYTES_LIMIT = 1 << 20
+"""Larger params are not recovered: a hand-off of a million tokens takes a tenth of this."""
+
+_TRACEPARENT = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_current: ContextVar[HttpRequest | None] = ContextVar("kv_shim_http_request", default=None)
+
+
+class Unreadable(ValueError):  # noqa: N818  # a finding about the client's body, not an error of ours
+    """The body has the key, but its value can't be sent to an engine."""
+
+
+class HttpRequest:
+    """One HTTP request, as the hand-off needs it; filled while the application reads the body.
+
+    Attributes:
+        endpoint: its route.
+        owner: id of the engine request that has this request's hand-off; `""` until there is one.
+        siblings: how many further engine requests it made.
+    """
+
+    __slots__ = ("_chunks", "_fields", "_headers", "endpoint", "owner", "siblings")
+
+    def __init__(self, scope: Scope) -> None:
+        self.endpoint = endpoint_of(scope)
+        self.owner = ""
+        self.siblings = 0
+        self._headers: list[tuple[bytes, bytes]] = scope.get("headers") or []
+        self._chunks: list[bytes] = []
+        self._fields: dict[str, msgspec.Raw] | None = None
+
+    def remember(self, chunk: bytes) -> None:
+        """Keep a reference to a piece of the body as it streams by."""
+        self._chunks.append(chunk)
+
+    def forget(self) -> None:
+        """Let go of the body."""
+        self._chunks, self._fields = [], {}
+
+    def header(self, name: str) -> bytes | None:
+        """The first header of this (lower-case) name."""
+        wanted = name.encode()
+        return next((value for found, value in self._headers if found == wanted), None)
+
+    def traceparent(self) -> str:
+        """The caller's W3C trace context; empty if absent or malformed."""
+        value = self.header("traceparent")
+        return value.decode() if value and _TRACEPARENT.fullmatch(value) else ""
+
+    def tracestate(self) -> str:
+        """The caller's vendor state; empty if absent, long or not ASCII."""
+        value = self.header("tracestate") or b""
+        return value.decode() if len(value) <= 512 and value.isascii() else ""  # noqa: PLR2004  # W3C's bound
+
+    def has_key(self, name: str) -> bool:
+        """Whether the body is a JSON object with this key, even null; looks at bytes before it parses."""
+        return name in self._parsed(name)
+
+    def value(self, name: str) -> Any:
+        """The value of a key of the body; None if there is none.
+
+        Raises:
+            Unreadable: larger than `PARAMS_BYTES_LIMIT`, nested too deep, or with integers past 64 bit.
+        """
+        raw = self._parsed(name).get(name)
+        if raw is None:
+            return None
+        if len(bytes(raw)) > PARAMS_BYTES_LIMIT:
+            raise Unreadable(name)
+        try:
+            value = msgspec.json.decode(raw)
+            msgspec.msgpack.encode(value)  # as vLLM will, where it can't be caught for one request
+        except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError) as error:
+            raise Unreadable(name) from error
+        return value
+
+    def _parsed(self, name: str) -> dict[str, msgspec.Raw]:
+        """The body's top-level fields, if the key's bytes are there at all."""
+        if self._fields is not None:
+            return self._fields
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        body = self._chunks[0] if self._chunks else b""
+        if f'"{name}"'.encode() not in body:
+            return {}
+        self._fields = _fields(body)
+        return self._fields
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The top level of a JSON object; empty for anything else, which is vLLM's to refuse."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        pass
+    # vLLM takes what Python's json takes (NaN, lone surrogates); read it the same way.
+    try:
+        loaded = json.loads(body)
+        return {
+            name: msgspec.Raw(json.dumps(loaded[name]).encode())
+            for name in (KV_PARAMS, EC_PARAMS)
+            if isinstance(loaded, dict) and name in loaded
+        }
+    except (ValueError, RecursionError):
+        return {}
+
+
+_ROUTES = {
+    endpoint.value: endpoint for endpoint in Endpoint if endpoint not in {Endpoint.ENGINE, Endpoint.OTHER}
+}
+
+
+def endpoint_of(scope: Scope) -> Endpoint:
+    """The route's label: a closed set, whatever path the client asked for."""
+    path = scope.get("path", "")
+    root = scope.get("root_path", "")
+    if root and path.startswith(root):
+        path = path[len(root) :]
+    return _ROUTES.get(path.rstrip("/"), Endpoint.OTHER)
+
+
+def current_request() -> HttpRequest | None:
+    """The HTTP request being served in this context, if any."""
+    return _current.get()
+
+
+class RequestContext:
+    """Middleware: makes `current_request` work for everything that runs to serve a request."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, remembering it; nested installs and other scopes pass straight through."""
+        if scope["type"] not in {"http", "websocket"} or _current.get() is not None:
+            await self.app(scope, receive, send)
+            return
+        request = HttpRequest(scope)
+
+        async def remembering() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and (chunk := message.get("body")):
+                request.remember(chunk)
+            return message
+
+        token = _current.set(request)
+        try:
+            await self.app(scope, remembering, send)
+        finally:
+            _current.reset(token)
+            request.forget()

@@ -1,0 +1,293 @@
+"""The entrypoint: what is recovered from an HTTP request, for which engine request, and what is not."""
+
+import asyncio
+import copy
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from shim.connector.recover import NOTHING_ATTACHED, Attached, put_params, read_attached
+from shim.entrypoint.handoff import attach
+from shim.entrypoint.middleware import (
+    PARAMS_BYTES_LIMIT,
+    RequestContext,
+    Unreadable,
+    current_request,
+    endpoint_of,
+)
+from shim.verdict import Endpoint, HandoffReason, Source
+
+HANDOFF = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5600}
+
+
+@dataclass
+class Sampling:
+    """Stands in for vLLM's SamplingParams, which unit tests can't import."""
+
+    extra_args: dict[str, Any] | None = None
+    output_kind: Any = None
+
+
+@dataclass
+class EngineRequest:
+    """Stands in for vLLM's EngineCoreRequest."""
+
+    request_id: str
+    sampling_params: Sampling | None = field(default_factory=Sampling)
+    external_req_id: str | None = None
+
+
+def serve(
+    body: bytes | list[bytes],
+    *engine_requests: EngineRequest,
+    path: str = "/inference/v1/generate",
+    headers: dict[str, str] | None = None,
+) -> list[Attached]:
+    """Run one HTTP request through the middleware, whose application makes these engine requests."""
+
+    async def run() -> None:
+        chunks = [body] if isinstance(body, bytes) else body
+        messages = [
+            {"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1}
+            for index, chunk in enumerate(chunks)
+        ]
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        async def app(_scope: Any, receive: Any, _send: Any) -> None:
+            while (await receive())["more_body"]:
+                pass
+            for request in engine_requests:
+                await asyncio.create_task(asyncio.to_thread(attach, request))
+
+        scope = {
+            "type": "http",
+            "path": path,
+            "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()],
+        }
+        await RequestContext(app)(scope, receive, send)
+        assert current_request() is None
+
+    asyncio.run(run())
+    return [read_attached(request.sampling_params.extra_args) for request in engine_requests if request.sampling_params]
+
+
+def body(**fields: Any) -> bytes:
+    """A request body."""
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def test_params_the_route_dropped_are_recovered() -> None:
+    """vLLM #42644: the body has params, the engine has none, so they travel beside."""
+    [attached] = serve(body(kv_transfer_params=HANDOFF), EngineRequest("cmpl-1-x", external_req_id="cmpl-1"))
+    assert (attached.kv, attached.source, attached.endpoint) == (HANDOFF, Source.BODY, Endpoint.GENERATE)
+    assert attached.external_id == "cmpl-1"
+
+
+def test_params_the_engine_has_stay_as_they_are() -> None:
+    """What reached the engine is never overruled by the body."""
+    request = EngineRequest("a", Sampling({"kv_transfer_params": {"do_remote_decode": True}}))
+    [attached] = serve(body(kv_transfer_params=HANDOFF), request)
+    assert (attached.kv, attached.source, attached.asked) == (None, Source.NONE, False)
+    assert request.sampling_params is not None
+    assert request.sampling_params.extra_args is not None
+    assert request.sampling_params.extra_args["kv_transfer_params"] == {"do_remote_decode": True}
+
+
+@pytest.mark.parametrize(
+    ("value", "kv", "source"), [({}, {}, Source.BODY), (None, None, Source.NONE), ("x", "x", Source.BODY)]
+)
+def test_empty_is_not_missing(value: object, kv: object, source: Source) -> None:
+    """`{}` passes as `{}`, null is missing, and both say that somebody asked."""
+    [attached] = serve(body(kv_transfer_params=value), EngineRequest("a"))
+    assert (attached.kv, attached.source, attached.asked) == (kv, source, True)
+
+
+def test_encoder_params_are_recovered_too() -> None:
+    """`ec_transfer_params` gets lost the same way."""
+    [attached] = serve(body(ec_transfer_params={"hash": {"peer": 1}}), EngineRequest("a"))
+    assert attached.ec == {"hash": {"peer": 1}}
+    assert attached.kv is None
+
+
+def test_only_the_first_engine_request_gets_the_handoff() -> None:
+    """`n > 1` and prompt lists: one hand-off, one reader; the rest are marked."""
+    children = [EngineRequest(f"{i}_cmpl-1-x", external_req_id="cmpl-1") for i in range(3)]
+    first, second, third = serve(body(kv_transfer_params=HANDOFF), *children)
+    assert (first.kv, first.sibling, first.siblings) == (HANDOFF, 0, HandoffReason.N_GT_1)
+    assert [(c.kv, c.sibling, c.siblings) for c in (second, third)] == [
+        (None, 1, HandoffReason.N_GT_1),
+        (None, 2, HandoffReason.N_GT_1),
+    ]
+    prompts = [EngineRequest(f"cmpl-1-{i}-x", external_req_id=f"cmpl-1-{i}") for i in range(2)]
+    _, other = serve(body(kv_transfer_params=HANDOFF), *prompts)
+    assert (other.sibling, other.siblings) == (1, HandoffReason.PROMPT_LIST)
+
+
+def test_shared_sampling_params_are_copied() -> None:
+    """Children share one SamplingParams: what one gets, the others must not see."""
+    shared = Sampling({"top": 1})
+    children = [EngineRequest("0_a-x", shared, "a"), EngineRequest("1_a-x", shared, "a")]
+    before = copy.deepcopy(shared)
+    serve(body(kv_transfer_params=HANDOFF), *children)
+    assert shared == before
+    assert children[0].sampling_params is not children[1].sampling_params
+
+
+def test_a_client_cannot_write_the_metadata() -> None:
+    """`kv_shim` in extra_args is always overwritten."""
+    forged = EngineRequest("a", Sampling({"kv_shim": {"kv": HANDOFF, "source": "header"}}))
+    [attached] = serve(body(), forged)
+    assert (attached.kv, attached.source) == (None, Source.NONE)
+
+
+def test_the_body_is_not_parsed_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key, or params already there: the body's bytes are looked at, never decoded."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("shim.entrypoint.middleware._fields", forbidden)
+    [attached] = serve(body(prompt="kv_transfer"), EngineRequest("a"))
+    assert attached.kv is None
+    request = EngineRequest("a", Sampling({"kv_transfer_params": {}}))
+    serve(body(kv_transfer_params=HANDOFF), request)
+
+
+def test_a_body_in_pieces_is_one_body() -> None:
+    """Streamed and 10 MB bodies work, also when the key straddles two chunks."""
+    whole = body(prompt="x" * 10_000_000, kv_transfer_params=HANDOFF)
+    cut = whole.index(b"kv_transfer") + 5
+    [attached] = serve([whole[:1000], b"", whole[1000:cut], whole[cut:]], EngineRequest("a"))
+    assert attached.kv == HANDOFF
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"not json kv", b'"kv_transfer_params"', b'["kv_transfer_params"]', b'{"kv_transfer_params": ', b"\xff" * 9]
+)
+def test_a_body_that_is_no_json_is_left_to_vllm(junk: bytes) -> None:
+    """The shim finds nothing and says nothing."""
+    [attached] = serve(junk, EngineRequest("a"))
+    assert (attached.kv, attached.asked, attached.unreadable) == (None, False, False)
+
+
+def test_a_body_python_would_take_is_read_the_same_way() -> None:
+    """NaN is no JSON, but vLLM takes it."""
+    [attached] = serve(b'{"x": NaN, "kv_transfer_params": {"do_remote_prefill": true}}', EngineRequest("a"))
+    assert attached.kv == {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"1" * 30, b"[" * 5000 + b"]" * 5000, b'"' + b"x" * (PARAMS_BYTES_LIMIT + 1) + b'"'],
+    ids=["65-bit", "deep", "large"],
+)
+def test_params_no_engine_could_be_sent_are_marked(value: bytes) -> None:
+    """What vLLM could not encode must not reach its encoder."""
+    [attached] = serve(b'{"kv_transfer_params": {"a": ' + value + b"}}", EngineRequest("a"))
+    assert attached.kv is None
+    assert attached.unreadable or value.startswith(b"[")  # so deep that not even the body is read
+
+
+def test_unreadable_names_the_key() -> None:
+    """The finding says which field."""
+    assert str(Unreadable("kv_transfer_params")) == "kv_transfer_params"
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "endpoint"),
+    [
+        ("/v1/completions", "", Endpoint.COMPLETIONS),
+        ("/v1/chat/completions/", "", Endpoint.CHAT),
+        ("/api/v1/responses", "/api", Endpoint.RESPONSES),
+        ("/v1/messages", "", Endpoint.MESSAGES),
+        ("/v2/chat", "", Endpoint.OTHER),
+        ("/v1/completions\r\nx", "", Endpoint.OTHER),
+        ("engine", "", Endpoint.OTHER),
+        ("other", "", Endpoint.OTHER),
+    ],
+)
+def test_endpoints_are_a_closed_set(path: str, root: str, endpoint: Endpoint) -> None:
+    """Whatever path a client asks for, the label is one of ours."""
+    assert endpoint_of({"path": path, "root_path": root}) is endpoint
+
+
+def test_trace_context_is_carried_only_when_well_formed() -> None:
+    """The caller's context travels in-band, also where vLLM drops it; junk does not."""
+    good = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    [attached] = serve(body(), EngineRequest("a"), headers={"traceparent": good, "tracestate": "v=1"})
+    assert (attached.traceparent, attached.tracestate) == (good, "v=1")
+    [attached] = serve(body(), EngineRequest("a"), headers={"traceparent": "00-xyz", "tracestate": "é" * 600})
+    assert (attached.traceparent, attached.tracestate) == ("", "")
+
+
+def test_an_engine_request_without_http_is_told_apart() -> None:
+    """Embedded use: no route, nothing recovered, and pooling requests are left alone."""
+    request = EngineRequest("x" * 10**6)
+    attach(request)
+    assert request.sampling_params is not None
+    attached = read_attached(request.sampling_params.extra_args)
+    assert attached.endpoint is Endpoint.ENGINE
+    assert len(attached.external_id) <= 128
+    pooling = EngineRequest("a", None)
+    attach(pooling)
+    assert pooling.sampling_params is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        None,
+        [],
+        "x",
+        {"endpoint": "/etc/passwd"},
+        {"traceparent": "00-\r\n"},
+        {"external_id": "x" * 10_000},
+        {"unknown": 1},
+        {"sibling": -1},
+        {"mark": "evil"},
+    ],
+)
+def test_forged_metadata_counts_as_none(raw: object) -> None:
+    """The connector reads `kv_shim` typed and bounded; anything else was not attached."""
+    assert read_attached({"kv_shim": raw}) == NOTHING_ATTACHED
+
+
+def test_metadata_survives_the_wire() -> None:
+    """EngineCore gets msgpack-decoded dicts."""
+    attached = Attached(endpoint=Endpoint.CHAT, kv=HANDOFF, source=Source.BODY, sibling=2, mark="tried")
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode({"kv_shim": attached}))
+    assert isinstance(wire["kv_shim"], dict)
+    assert read_attached(wire) == attached
+
+
+def test_params_are_put_in_both_places() -> None:
+    """LMCache reads `sampling_params.extra_args`, NIXL `request.kv_transfer_params`: both agree, ours is gone."""
+
+    @dataclass
+    class Request:
+        sampling_params: Sampling
+        kv_transfer_params: Any = None
+        ec_transfer_params: Any = None
+
+    shared = {"kv_shim": {}, "keep": 1}
+    request = Request(Sampling(shared))
+    put_params(request, HANDOFF, {"e": 1})
+    assert request.kv_transfer_params is HANDOFF
+    assert request.sampling_params.extra_args == {
+        "keep": 1,
+        "kv_transfer_params": HANDOFF,
+        "ec_transfer_params": {"e": 1},
+    }
+    assert request.sampling_params.extra_args["kv_transfer_params"] is HANDOFF
+    assert shared == {"kv_shim": {}, "keep": 1}
+    put_params(request, None)
+    assert request.kv_transfer_params is None
+    assert request.sampling_params.extra_args == {"keep": 1, "ec_transfer_params": {"e": 1}}
