@@ -56,6 +56,7 @@ class Account:
 
     __slots__ = (
         "admitted_at",
+        "allocated_in",
         "answer",
         "asynchronous",
         "cause",
@@ -71,7 +72,6 @@ class Account:
         "loaded",
         "local",
         "lost",
-        "noticed",
         "overridden",
         "position",
         "prompt",
@@ -93,7 +93,7 @@ class Account:
         self.load_at: float | None = None  # start of the load in flight
         self.position = 0  # how far KV is here or booked, counted from the prompt's start
         self.lost = 0  # how far it was here before a preemption
-        self.noticed = False  # a preemption was inferred before the scheduler named it
+        self.allocated_in = -1  # the step in which blocks were last given
         self.held = 0  # computed beside a load whose end is not known
         self.computed = 0
         self.cause: Cause | None = None

@@ -61,6 +61,7 @@ class Ledger:
         self._observers = tuple(observers)
         # Every decode computes at least its last token.
         self._limit = max(backoff, granule, 1)
+        self.granule = granule
         self._clock = clock
         # The API server's clock starts a little earlier, and its abort takes a little to arrive.
         self._patience = None if load_timeout is None else 0.9 * load_timeout
@@ -88,9 +89,14 @@ class Ledger:
         return self._open.keys()
 
     @property
-    def loading(self) -> Iterable[tuple[str, int]]:
-        """Each load in flight with the position its request has when the load is whole, in prompt tokens."""
-        return ((key, self._entries[key].local + self._entries[key].expected) for key in self._loads)
+    def loading_ids(self) -> Collection[str]:
+        """Requests whose load is in flight, oldest first."""
+        return self._loads.keys()
+
+    def booked(self, request_id: str) -> int | None:
+        """How far (in prompt tokens) a request's KV reaches once its load in flight is whole; None without."""
+        entry = self._entries.get(request_id)
+        return None if entry is None or entry.load_at is None else entry.local + entry.expected
 
     # -- one request's way in
 
@@ -117,7 +123,6 @@ class Ledger:
             self._close_load(request_id, entry)
         elif entry.position:
             self._lose(request_id, entry)
-            entry.noticed = True
         entry.answer = external
         entry.local = local
         entry.asynchronous = asynchronous
@@ -130,6 +135,7 @@ class Ledger:
         entry = self._entries.get(request_id)
         if entry is None:
             return
+        entry.allocated_in = self._steps
         answer, entry.answer = entry.answer, None
         asynchronous, entry.asynchronous = entry.asynchronous, False
         if entry.load_at is not None:  # blocks are given again only after it
@@ -201,15 +207,12 @@ class Ledger:
             self._judge(request_id, self._entries[request_id])
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """The scheduler took these requests' blocks away; they will be computed again."""
+        """The scheduler took these requests' blocks away since it built the step before this one."""
         for request_id in request_ids:
             entry = self._entries.get(request_id)
-            if entry is None:
-                continue
-            if entry.noticed:  # and blocks given again, in one and the same step
-                entry.noticed = False
-                continue
-            self._lose(request_id, entry)
+            # Within one step blocks are taken away before they are given; then `asked` has noticed the loss.
+            if entry is not None and entry.allocated_in != self._steps:
+                self._lose(request_id, entry)
 
     # -- loads
 
