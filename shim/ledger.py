@@ -94,7 +94,7 @@ class Ledger:
         return self._loads.keys()
 
     def booked(self, request_id: str) -> int | None:
-        """How far (in prompt tokens) a request's KV reaches once its load in flight is whole; None without."""
+        """How far a request's KV reaches, in prompt tokens, once its load in flight is whole; else None."""
         entry = self._entries.get(request_id)
         return None if entry is None or entry.load_at is None else entry.local + entry.expected
 
