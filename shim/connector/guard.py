@@ -1,0 +1,582 @@
+"""Screening: what the inner connector may see of a request's transfer params, and what the shim does instead.
+
+One pass per request, before the inner connector sees anything; sizes are checked before they are walked.
+`screen` must be asked once per engine request, with the params as they came: connectors leave marks of
+their own in the dict (`_p_side_truncated`), which a client may not set. Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from shim import stamp as stamps
+from shim.connector.claims import ClaimKey, Claims
+from shim.connector.peers import AllowList, Breakers, PeerKey, parse_url
+from shim.connector.profiles import Mode, Peer, Profile, Side, Variant
+from shim.connector.profiles.keys import Check, Kind, blocks_problem, compile_check, plain
+from shim.connector.profiles.layout import SLACK, Group, GroupKind, counts_problem
+from shim.telemetry.catalog import StampResult
+from shim.verdict import Ask, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from shim.config import Settings
+
+MAX_KEYS: Final = 64
+MAX_DETAIL: Final = 128
+UNKNOWN_KEY: Final = "<unknown key>"
+
+_FLAG_TYPES = frozenset({bool, int})
+_FLAG_VALUES = (True, False)
+_PREFILL_ZMQ = re.compile(r"___prefill_addr_(.+?)___decode_addr_")
+_DECODE_ZMQ = re.compile(r"___decode_addr_(.+)_[0-9a-f]{32}(?:-.*)?$")
+"""How vLLM's router writes peers into request ids (moriio/moriio_common.py)."""
+
+
+class Screened(msgspec.Struct, frozen=True):
+    """What came of screening one request's params.
+
+    Attributes:
+        params: what the inner connector may see; `None` = nothing.
+        reason: `NONE`, or why there is nothing to load, or why it may not.
+        tell: the params stay, so that the inner tells prefill to free its blocks, but nothing is loaded:
+            the answer to `get_num_new_matched_tokens` is `(0, False)`.
+        detail: for the log, naming only keys that the profile knows; printable ASCII, at most 128.
+        ask: what the params ask for after screening: a refused load asks for `NOTHING`, a refused hand-off
+            is still the work of a prefill server.
+        stamp: what checking the stamp gave; `None` where none was to be checked.
+        issued_at: when prefill issued the hand-off (Unix time, from the stamp; 0.0 = not known).
+        linked_traceparent: prefill's span, from the stamp.
+        peer_host: screened, for spans; empty if no peer is contacted.
+        peer_port: likewise.
+        peer_engine_id: likewise.
+        peer_request_id: likewise.
+    """
+
+    params: dict[str, Any] | None
+    reason: Reason
+    tell: bool
+    detail: str
+    ask: Ask
+    stamp: StampResult | None = None
+    issued_at: float = 0.0
+    linked_traceparent: str = ""
+    peer_host: str = ""
+    peer_port: int = 0
+    peer_engine_id: str = ""
+    peer_request_id: str = ""
+
+    @property
+    def peer(self) -> PeerKey | None:
+        """The breaker's key for this request's peer, for what the worker reports about it."""
+        return PeerKey(self.peer_host, self.peer_port, self.peer_engine_id) if self.peer_host else None
+
+
+class _Refused(Exception):  # noqa: N818  # no error: how a rule ends the screening
+    def __init__(self, reason: Reason, detail: str, *, ask: Ask = Ask.NOTHING) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+        # A load that is refused asks for nothing any more; a prefill remains one.
+        self.ask = ask if ask is Ask.HANDOFF else Ask.NOTHING
+
+
+class Guard:
+    """Screens the params of one engine's requests. Not thread-safe: lives on the scheduler's thread."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        settings: Settings,
+        *,
+        group_count: int | None,
+        block_size: int | None,
+        is_producer: bool,
+        is_consumer: bool,
+        engine_id: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        groups: Sequence[Group] | None = None,
+        backoff: int = 0,
+        extra_config: Mapping[str, Any] | None = None,
+        host_buffer: bool = False,
+        claims: Claims | None = None,
+        breakers: Breakers | None = None,
+        stamp_key: bytes | None = None,
+    ) -> None:
+        """Decide all that can be decided once.
+
+        Args:
+            profile: the inner connector's.
+            settings: the operator's.
+            group_count: KV cache groups that are transferred, `None` if not known.
+            block_size: tokens a block of the scheduler's holds, `None` if not known.
+            is_producer: the server may prefill for others (`kv_producer` or `kv_both`).
+            is_consumer: the server may load from others (`kv_consumer` or `kv_both`).
+            engine_id: this engine's.
+            clock: seconds, never going back.
+            wall_clock: Unix seconds, for stamps.
+            groups: the groups by kind (`profiles.layout.layout`); without them one group is taken for
+                full attention, and several are not counted.
+            backoff: trailing prompt tokens that prefill leaves out (NIXL's `_prefill_backoff`).
+            extra_config: the inner connector's `kv_connector_extra_config`.
+            host_buffer: NIXL stages in host memory (`kv_buffer_device: cpu` on a GPU); it then queues no
+                read-back that it promised (nixl/pull_scheduler.py `update_state_after_alloc`).
+            claims: the engine's claim table; a new one by default.
+            breakers: the engine's circuit breakers; new ones by default.
+            stamp_key: the fleet's; by default from the environment.
+
+        Raises:
+            SettingsError: `allow_peers` has a bad entry.
+        """
+        self.profile = profile
+        self.engine_id = engine_id
+        self.claims = claims if claims is not None else Claims(clock)
+        self.breakers = breakers if breakers is not None else Breakers(clock)
+        self.allow_list = AllowList(settings.allow_peers)
+        self._wall_clock = wall_clock
+        self._skew = settings.clock_skew
+        self._stamp_key = stamps.stamp_key() if stamp_key is None else stamp_key
+        self._backoff = backoff
+        if groups is None and group_count == 1 and block_size:
+            groups = (Group(GroupKind.FULL, block_size),)
+        self._groups = groups
+        self._group_count = group_count if groups is None else len(groups)
+        variants = _variants(extra_config or {}, host_buffer=host_buffer)
+        self._bidirectional = Variant.BIDIRECTIONAL in variants
+        self._roles = {
+            Side.ANY: True,
+            Side.CONSUMER: is_consumer or not is_producer,
+            Side.PRODUCER: is_producer or not is_consumer,
+        }
+        self._role = "kv_producer" if is_producer else "kv_consumer"
+        self._modes = tuple(m for m in profile.modes if m.variant in variants)
+        self._rules: dict[str, Check | None] = {
+            name: compile_check(key, max_tp=settings.peer_max_tp, max_pp=settings.peer_max_pp)
+            for name, key in profile.keys.items()
+        }
+        self._defaulted = frozenset(name for name, key in profile.keys.items() if not key.nullable)
+        self._dropped = frozenset(name for name, key in profile.keys.items() if key.kind is Kind.DROPPED)
+        self._block_keys = tuple(name for name, key in profile.keys.items() if key.kind is Kind.BLOCKS)
+        self._flag_keys = tuple(name for name, key in profile.keys.items() if key.kind is Kind.FLAG)
+        self._readback = _readback_keys(profile)
+        loads = {mode.blocks for mode in self._modes if mode.ask is Ask.LOAD}
+        reads = {profile.readback.blocks} if profile.readback and self._bidirectional else set()
+        flags = set(self._flag_keys)
+        self._measured = {
+            (False, False): flags,
+            (True, False): flags | loads,
+            (False, True): flags | reads,
+        }
+
+    def screen(
+        self,
+        request_id: str,
+        params: object,
+        *,
+        prompt_tokens: int,
+        external_id: str = "",  # noqa: ARG002  # part of the seam: rules by outside id may come
+        sibling: bool = False,
+        prompt: stamps.Prompt | None = None,
+    ) -> Screened:
+        """Decide what the inner connector may see of these params.
+
+        Args:
+            request_id: the engine request's id, which will own the hand-off.
+            params: as they came; hostile.
+            prompt_tokens: the prompt's length.
+            external_id: the request's id as seen outside.
+            sibling: another engine request of the same HTTP request has the hand-off.
+            prompt: the entrypoint's digest of the prompt, for the stamp.
+        """
+        if params is None:
+            return _MISSING
+        if not isinstance(params, dict):
+            return _refused(_Refused(Reason.PARAMS_INVALID, "kv_transfer_params: wanted a JSON object"))
+        if not params:
+            return _EMPTY
+        if not self.profile.known:
+            return _observed(params)
+        try:
+            return self._screen(request_id, params, prompt_tokens, sibling=sibling, prompt=prompt)
+        except _Refused as refused:
+            return _refused(refused)
+
+    def for_finish(self, params: object, *, has_output: bool) -> dict[str, Any] | None:
+        """The params that `request_finished` may see.
+
+        Some connectors index into a generated token that an aborted request does not have.
+
+        Args:
+            params: as they are now.
+            has_output: whether the request generated a token.
+
+        Returns:
+            The same dict, or a copy without what would raise.
+        """
+        if not isinstance(params, dict):
+            return None
+        fatal = self.profile.fatal_without_output
+        if has_output or not any(name in params for name in fatal):
+            return params
+        return {name: value for name, value in params.items() if name not in fatal}
+
+    # The rules, in the order in which they bind.
+
+    def _screen(
+        self,
+        request_id: str,
+        params: dict[str, Any],
+        prompt_tokens: int,
+        *,
+        sibling: bool,
+        prompt: stamps.Prompt | None,
+    ) -> Screened:
+        if len(params) > MAX_KEYS:
+            raise _Refused(Reason.PARAMS_INVALID, f"wanted at most {MAX_KEYS} keys")
+        load, handoff = self._flags(params)
+        raw_stamp = params.get(stamps.KEY)
+        clean, notes = self._clean(params, load=load, handoff=handoff)
+        modes = self._asked(clean)
+        if not modes:
+            return self._not_remote(clean, params)
+        ask = Ask.LOAD if any(mode.ask is Ask.LOAD for mode in modes) else Ask.HANDOFF
+        limit = prompt_tokens + SLACK
+        misfit = ""
+        for mode in modes:
+            self._needs(mode, clean, request_id)
+            if mode.blocks:
+                misfit = misfit or self._blocks(mode, clean, limit, prompt_tokens)
+        if ask is Ask.HANDOFF and self._bidirectional and self._reads_back(clean):
+            readback = self.profile.readback
+            try:
+                self._check_readback(readback, clean, request_id, limit, prompt_tokens)
+            except _Refused as refused:
+                # Prefill can do its work without; only what it would have read back is lost.
+                clean = {name: value for name, value in clean.items() if name not in self._readback}
+                notes = f"read-back left out: {refused.detail}"
+        self._peers(modes, clean, request_id)
+        if ask is Ask.HANDOFF:
+            facts = self._facts(modes, clean, request_id)
+            return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=ask, **facts)
+        return self._load(request_id, clean, modes, raw_stamp, prompt, prompt_tokens, misfit, sibling, notes)
+
+    def _load(  # noqa: PLR0911  # one rule a return
+        self,
+        request_id: str,
+        clean: dict[str, Any],
+        modes: list[Mode],
+        raw_stamp: object,
+        prompt: stamps.Prompt | None,
+        prompt_tokens: int,
+        misfit: str,
+        sibling: bool,  # noqa: FBT001  # private, and one of many
+        notes: str,
+    ) -> Screened:
+        facts = self._facts(modes, clean, request_id)
+        key = PeerKey(facts["peer_host"], facts["peer_port"], facts["peer_engine_id"])
+        if facts["peer_host"] and self.breakers.blocked(key):
+            raise _Refused(Reason.PEER_UNAVAILABLE, "the peer failed several times in a row", ask=Ask.LOAD)
+        stamp = stamps.decode(raw_stamp) if raw_stamp is not None else None
+        result = self._stamp(raw_stamp, stamp, prompt, prompt_tokens)
+        if stamp is not None and result is not StampResult.REJECTED:
+            facts |= {"issued_at": stamp.issued, "linked_traceparent": stamp.traceparent}
+        facts["stamp"] = result
+        if result is StampResult.EXPIRED:
+            return _gone(Reason.HANDOFF_EXPIRED, "prefill's lease has run out", facts)
+        if result is StampResult.REJECTED:
+            return _gone(Reason.HANDOFF_MISMATCH, "the hand-off's stamp is not genuine", facts)
+        lease = stamp.lease if stamp is not None else None
+        if not self._claimed(modes, clean, request_id, lease):
+            # Another request reads these blocks now; a notification from here would free them.
+            reason = Reason.UNSUPPORTED_MODE if sibling else Reason.HANDOFF_REUSED
+            return _gone(reason, "another request has this hand-off", facts)
+        if sibling:
+            return self._told(Reason.UNSUPPORTED_MODE, "a further request of one HTTP request", clean, facts)
+        if result is StampResult.MISMATCH:
+            return self._told(Reason.HANDOFF_MISMATCH, "the stamp is for another prompt", clean, facts)
+        if misfit:
+            return self._told(Reason.HANDOFF_MISMATCH, misfit, clean, facts)
+        if facts["peer_host"] and not self.breakers.allowed(key):
+            raise _Refused(Reason.PEER_UNAVAILABLE, "the peer failed several times in a row", ask=Ask.LOAD)
+        return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=Ask.LOAD, **facts)
+
+    def _flags(self, params: dict[str, Any]) -> tuple[bool, bool]:
+        """Load and hand-off as the flags have it. A string is no flag: "false" is true to a connector."""
+        for name in self._flag_keys:
+            value = params.get(name)
+            # 0 and 1 work with a plain vLLM, so they do here; floats, strings and the like do not.
+            if value is not None and (type(value) not in _FLAG_TYPES or value not in _FLAG_VALUES):
+                raise _Refused(Reason.PARAMS_INVALID, f"{name}: wanted true or false")
+        if not self.profile.flags:
+            return False, False
+        load, handoff = (bool(params.get(name)) for name in self.profile.flags)
+        if load and handoff:
+            names = " and ".join(self.profile.flags)
+            raise _Refused(Reason.PARAMS_INVALID, f"{names}: wanted at most one of them true")
+        return load, handoff
+
+    def _clean(self, params: dict[str, Any], *, load: bool, handoff: bool) -> tuple[dict[str, Any], str]:
+        """Check every value's shape; leave out what a client may not set, or what nobody here may read."""
+        strip = self._readback if handoff and not self._bidirectional else frozenset()
+        ask = Ask.HANDOFF if handoff else Ask.NOTHING
+        rules, measured = self._rules, self._measured[load, handoff]
+        gone: list[str] = []
+        notes = wanted = ""
+        for name, value in params.items():
+            rule = rules.get(name, _UNKNOWN)
+            if rule is _UNKNOWN:
+                if type(name) is not str:
+                    raise _Refused(Reason.PARAMS_INVALID, f"{UNKNOWN_KEY}: wanted keys that are strings")
+                if name[:1] == "_" or name == stamps.KEY:
+                    gone.append(name)
+                elif wanted := plain(value):
+                    raise _Refused(Reason.PARAMS_INVALID, f"{UNKNOWN_KEY}: wanted {wanted}", ask=ask)
+            elif name in strip:
+                gone.append(name)
+                if value:
+                    notes = f"{name} left out: this server reads nothing back"
+            elif value is None:
+                if name in self._defaulted:
+                    gone.append(name)
+            elif rule is not None:
+                if wanted := rule(value):
+                    raise _Refused(Reason.PARAMS_INVALID, f"{name}: wanted {wanted}", ask=ask)
+            elif name in self._dropped:
+                gone.append(name)
+            # Block ids that no mode will measure against the prompt must be small to be let through.
+            elif name not in measured and (wanted := plain(value)):
+                raise _Refused(Reason.PARAMS_INVALID, f"{name}: wanted {wanted}", ask=ask)
+        if not gone:
+            return params, notes
+        clean = dict(params)
+        for name in gone:
+            del clean[name]
+        return clean, notes
+
+    def _asked(self, clean: dict[str, Any]) -> list[Mode]:
+        return [mode for mode in self._modes if clean.get(mode.trigger)]
+
+    def _not_remote(self, clean: dict[str, Any], params: dict[str, Any]) -> Screened:
+        flags = self.profile.flags
+        if flags and not any(name in params for name in flags):
+            there = [name for name in self.profile.handoff_keys if clean.get(name) is not None]
+            if there:
+                wanted = dict.fromkeys(n for mode in self._modes[:1] for n in (mode.trigger, *mode.required))
+                missing = ", ".join(name for name in wanted if clean.get(name) is None)
+                raise _Refused(Reason.PARAMS_INVALID, f"missing {missing}")
+        return Screened(clean, Reason.PARAMS_NOT_REMOTE, tell=False, detail="", ask=Ask.NOTHING)
+
+    def _needs(self, mode: Mode, clean: dict[str, Any], request_id: str) -> None:
+        if not self._roles[mode.side]:
+            raise _Refused(
+                Reason.PARAMS_INVALID, f"{mode.trigger}: this server is a {self._role}", ask=mode.ask
+            )
+        missing = [name for name in mode.required if clean.get(name) is None]
+        missing += [name for name in mode.present if name not in clean]
+        for peer in mode.peers:
+            if peer.in_request_id and _embedded(request_id, mode.ask) is None:
+                missing += [n for n in (peer.host, *peer.ports) if clean.get(n) is None]
+        if missing:
+            raise _Refused(Reason.PARAMS_INVALID, "missing " + ", ".join(missing), ask=mode.ask)
+
+    def _blocks(self, mode: Mode, clean: dict[str, Any], limit: int, prompt_tokens: int) -> str:
+        """Refuse malformed block ids; say why well-formed ones don't fit the prompt."""
+        blocks = clean.get(mode.blocks)
+        if blocks is None and mode.blocks not in mode.required:
+            return ""
+        problem, too_long = blocks_problem(blocks, groups=self._group_count, limit=limit)
+        if too_long:
+            return problem
+        if problem:
+            raise _Refused(Reason.PARAMS_INVALID, f"{mode.blocks}: wanted {problem}", ask=mode.ask)
+        return counts_problem(
+            blocks,  # type: ignore[arg-type]  # checked just now
+            self._groups,
+            prompt_tokens=prompt_tokens,
+            backoff=self._backoff,
+            remote_tokens=clean.get(mode.tokens) if mode.tokens else None,
+        )
+
+    def _reads_back(self, clean: dict[str, Any]) -> bool:
+        readback = self.profile.readback
+        return readback is not None and bool(clean.get(readback.trigger))
+
+    def _check_readback(
+        self, mode: Mode | None, clean: dict[str, Any], request_id: str, limit: int, prompt_tokens: int
+    ) -> None:
+        if mode is None:
+            return
+        self._needs(mode, clean, request_id)
+        blocks = clean[mode.trigger]
+        held = clean.get(mode.tokens) if mode.tokens else None
+        if not isinstance(held, int):
+            raise _Refused(Reason.PARAMS_INVALID, f"missing {mode.tokens}")
+        problem, _ = blocks_problem(blocks, groups=self._group_count, limit=max(limit, held + SLACK))
+        # A decode server's blocks cover a prefix of this longer prompt: it is that prefix they must fit.
+        # nixl/pull_scheduler.py takes min(remote_num_tokens, prompt) as what they hold.
+        problem = problem or counts_problem(
+            blocks,
+            self._groups,
+            prompt_tokens=min(held, prompt_tokens),
+            backoff=0,
+            remote_tokens=held,
+        )
+        if problem:
+            raise _Refused(Reason.PARAMS_INVALID, f"{mode.trigger}: {problem}")
+        self._peers([mode], clean, request_id)
+        if not self._claimed([mode], clean, request_id, None):
+            raise _Refused(Reason.HANDOFF_REUSED, "another request has these blocks")
+
+    def _peers(self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str) -> None:
+        for mode in modes:
+            for peer in mode.peers:
+                for host, port in _addresses(peer, clean, request_id, mode.ask):
+                    if not self.allow_list.allows(host, port):
+                        key = peer.url or peer.host
+                        raise _Refused(Reason.PEER_DENIED, f"{key}: not a peer of this server", ask=mode.ask)
+
+    def _claimed(
+        self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str, lease: float | None
+    ) -> bool:
+        keys: list[ClaimKey] = []
+        for mode in modes:
+            values = [clean.get(name) for name in mode.claim]
+            if values and all(type(value) is str for value in values):
+                keys.append(tuple(values))  # type: ignore[arg-type]  # all strings
+        if any(self.claims.owner(key) not in {None, request_id} for key in keys):
+            return False
+        return all(self.claims.claim(key, request_id, lease) for key in keys)
+
+    def _stamp(
+        self, raw: object, stamp: stamps.Stamp | None, prompt: stamps.Prompt | None, prompt_tokens: int
+    ) -> StampResult:
+        if raw is None:
+            return StampResult.ABSENT
+        if stamp is None:
+            return StampResult.REJECTED
+        return stamps.check(
+            stamp,
+            prompt,
+            prompt_tokens=prompt_tokens,
+            now=self._wall_clock(),
+            clock_skew=self._skew,
+            key=self._stamp_key,
+            backoff=max(self._backoff, self.profile.back_off),
+        )
+
+    def _told(self, reason: Reason, detail: str, clean: dict[str, Any], facts: dict[str, Any]) -> Screened:
+        params = dict(clean)
+        for name in self._block_keys:
+            if params.get(name):
+                # Enough for the inner to tell prefill, and nothing that it could read.
+                params[name] = [[] for _ in range(self._group_count or 1)]
+        return Screened(params, reason, tell=True, detail=_detail(detail), ask=Ask.LOAD, **facts)
+
+    def _facts(self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str) -> dict[str, Any]:
+        for mode in modes:
+            for peer in mode.peers:
+                for host, port in _addresses(peer, clean, request_id, mode.ask):
+                    engine_id = clean.get(peer.engine_id) if peer.engine_id else ""
+                    peer_request_id = clean.get(mode.request_id) if mode.request_id else ""
+                    return {
+                        "peer_host": host,
+                        "peer_port": port,
+                        "peer_engine_id": engine_id or "",
+                        "peer_request_id": peer_request_id or "",
+                    }
+        return {"peer_host": "", "peer_port": 0, "peer_engine_id": ""}
+
+
+_UNKNOWN: Final = plain
+"""Stands for "no rule for this key" in a look-up; what no rule knows is checked by it, too."""
+_MISSING = Screened(None, Reason.PARAMS_MISSING, tell=False, detail="", ask=Ask.NOTHING)
+_EMPTY = Screened(None, Reason.PARAMS_EMPTY, tell=False, detail="", ask=Ask.NOTHING)
+
+
+def _refused(refused: _Refused) -> Screened:
+    return Screened(None, refused.reason, tell=False, detail=_detail(refused.detail), ask=refused.ask)
+
+
+def _gone(reason: Reason, detail: str, facts: dict[str, Any]) -> Screened:
+    """Taken away for good: prefill may not even be told, a notification is contact."""
+    return Screened(None, reason, tell=False, detail=_detail(detail), ask=Ask.NOTHING, **facts)
+
+
+def _observed(params: dict[str, Any]) -> Screened:
+    """An unknown connector's params, unchanged; what they ask for is a guess by vLLM's usual flags."""
+    if params.get("do_remote_prefill") is True:
+        ask = Ask.LOAD
+    elif params.get("do_remote_decode") is True:
+        ask = Ask.HANDOFF
+    else:
+        return Screened(params, Reason.PARAMS_NOT_REMOTE, tell=False, detail="", ask=Ask.NOTHING)
+    return Screened(params, Reason.NONE, tell=False, detail="", ask=ask)
+
+
+def _variants(extra_config: Mapping[str, Any], *, host_buffer: bool) -> frozenset[Variant]:
+    """The start-up options that hold here; each is read as the connector reads it."""
+    # moriio_common.py `get_moriio_mode`
+    read = str(extra_config.get("read_mode", "false")).lower().strip() in {"true", "1"}
+    variants = {Variant.ALWAYS, Variant.READ if read else Variant.WRITE}
+    if extra_config.get("bidirectional_kv_xfer") and not host_buffer:
+        variants.add(Variant.BIDIRECTIONAL)
+    return frozenset(variants)
+
+
+def _readback_keys(profile: Profile) -> frozenset[str]:
+    mode = profile.readback
+    if mode is None:
+        return frozenset()
+    return frozenset({mode.trigger, *mode.required, "remote_blocks_expiry_time"})
+
+
+def _addresses(peer: Peer, clean: dict[str, Any], request_id: str, ask: Ask) -> Iterator[tuple[str, int]]:
+    """Every address that these keys make the engine contact; their shapes are checked already."""
+    if peer.in_request_id and (embedded := _embedded(request_id, ask)) is not None:
+        yield from embedded
+    source = clean.get(peer.record) if peer.record else clean
+    if not source:
+        return
+    if peer.url:
+        where = parse_url(source[peer.url]) if source.get(peer.url) else None
+        if where is not None:
+            yield where
+        return
+    hosts, ports = source.get(peer.host), [source.get(name) for name in peer.ports]
+    for host in hosts if isinstance(hosts, list) else [hosts]:
+        for port in ports:
+            for one in port if isinstance(port, list) else [port]:
+                if host is not None and one is not None:
+                    yield host, one
+
+
+def _embedded(request_id: str, ask: Ask) -> list[tuple[str, int]] | None:
+    """The peer's address in a request id made by vLLM's router, `None` if there is none.
+
+    As moriio_common.py `get_peer_zmq_from_request_id` and `parse_moriio_zmq_address` read it; what they
+    would raise for is refused.
+    """
+    found = (_DECODE_ZMQ if ask is Ask.HANDOFF else _PREFILL_ZMQ).search(request_id)
+    if found is None:
+        return None
+    parts = dict(part.partition(":")[::2] for part in found[1].split(","))
+    named = {name.strip(): value.strip() for name, value in parts.items()}
+    try:
+        return [(named["host"], int(named[which])) for which in ("handshake", "notify")]
+    except (KeyError, ValueError):
+        raise _Refused(
+            Reason.PARAMS_INVALID, "the request id holds a malformed peer address", ask=ask
+        ) from None
+
+
+def _detail(text: str) -> str:
+    """Printable ASCII, cut; the rules write nothing else, so this is the belt to their braces."""
+    if not (text.isascii() and text.isprintable()):
+        text = "".join(c if " " <= c <= "~" else "?" for c in text)
+    return text[:MAX_DETAIL]
