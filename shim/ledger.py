@@ -102,7 +102,8 @@ class Ledger:
 
     def admitted(self, request_id: str, prompt_tokens: int, facts: Facts) -> None:
         """The engine took a request up. A live id used again ends its former request as aborted."""
-        self.finished(request_id, Ending.ABORTED)
+        if request_id in self._entries:
+            self.finished(request_id, Ending.ABORTED)
         self._entries[request_id] = Account(prompt_tokens, facts, self._clock())
 
     def asked(self, request_id: str, external: int | None, local: int, asynchronous: bool) -> None:  # noqa: FBT001  # vLLM's tuple
@@ -162,7 +163,8 @@ class Ledger:
             self._open[request_id] = None
         for observer in self._observers:
             observer.load_started(now)
-        self._front()
+        if len(self._loads) == 1:
+            self._front()
 
     # -- steps
 
@@ -278,7 +280,8 @@ class Ledger:
         closed = replace(record, end=end, ended_at=self._clock())
         for observer in self._observers:
             observer.handoff_closed(closed)
-        self._front()
+        if record.issued_at == self._oldest[1]:
+            self._front()
 
     # -- inside
 
@@ -338,7 +341,8 @@ class Ledger:
             self._tokens(cause.kind, cause.token_reason, held)
         for observer in self._observers:
             observer.load_ended(load)
-        self._front()
+        if started_at == self._oldest[0]:
+            self._front()
 
     def _judge(self, request_id: str, entry: Account, outcome: tuple[Outcome, Reason] | None = None) -> None:
         entry.judged = entry.prompt
@@ -374,13 +378,14 @@ class Ledger:
             issued_at=now,
         )
         if issued:
-            self.handoff_closed(request_id, HandoffEnd.UNKNOWN)  # of an earlier request of this id
+            if request_id in self._handoffs:  # of an earlier request of this id
+                self.handoff_closed(request_id, HandoffEnd.UNKNOWN)
             self._handoffs[request_id] = record
         for observer in self._observers:
             observer.handoff(record)
         if issued and not pinned:
             self.handoff_closed(request_id, HandoffEnd.UNKNOWN)
-        elif issued:
+        elif len(self._handoffs) == 1:
             self._front()
 
     def _tokens(self, kind: TokenKind, reason: Reason, count: int) -> None:
