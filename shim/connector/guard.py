@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -84,6 +84,25 @@ class _Refused(Exception):  # noqa: N818  # no error: how a rule ends the screen
         self.detail = detail
         # A load that is refused asks for nothing any more; a prefill remains one.
         self.ask = ask if ask is Ask.HANDOFF else Ask.NOTHING
+
+
+class _Contact(NamedTuple):
+    host: str
+    port: int
+    engine_id: str
+    request_id: str
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "peer_host": self.host,
+            "peer_port": self.port,
+            "peer_engine_id": self.engine_id,
+            "peer_request_id": self.request_id,
+        }
+
+
+_NOBODY: Final = _Contact("", 0, "", "").facts()
+_FAILING: Final = "the peer failed several times in a row"
 
 
 class Guard:
@@ -226,9 +245,7 @@ class Guard:
             return params
         return {name: value for name, value in params.items() if name not in fatal}
 
-    # The rules, in the order in which they bind.
-
-    def _screen(
+    def _screen(  # noqa: C901  # the rules, in the order in which they bind
         self,
         request_id: str,
         params: dict[str, Any],
@@ -260,39 +277,44 @@ class Guard:
                 # Prefill can do its work without; only what it would have read back is lost.
                 clean = {name: value for name, value in clean.items() if name not in self._readback}
                 notes = f"read-back left out: {refused.detail}"
-        self._peers(modes, clean, request_id)
+        contact = self._contacts(modes, clean, request_id)
+        facts = dict(_NOBODY) if contact is None else contact.facts()
         if ask is Ask.HANDOFF:
-            facts = self._facts(modes, clean, request_id)
             return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=ask, **facts)
-        return self._load(request_id, clean, modes, raw_stamp, prompt, prompt_tokens, misfit, sibling, notes)
-
-    def _load(  # noqa: PLR0911  # one rule a return
-        self,
-        request_id: str,
-        clean: dict[str, Any],
-        modes: list[Mode],
-        raw_stamp: object,
-        prompt: stamps.Prompt | None,
-        prompt_tokens: int,
-        misfit: str,
-        sibling: bool,  # noqa: FBT001  # private, and one of many
-        notes: str,
-    ) -> Screened:
-        facts = self._facts(modes, clean, request_id)
-        key = PeerKey(facts["peer_host"], facts["peer_port"], facts["peer_engine_id"])
-        if facts["peer_host"] and self.breakers.blocked(key):
-            raise _Refused(Reason.PEER_UNAVAILABLE, "the peer failed several times in a row", ask=Ask.LOAD)
+        key = None if contact is None else PeerKey(contact.host, contact.port, contact.engine_id)
+        if key is not None and self.breakers.blocked(key):
+            raise _Refused(Reason.PEER_UNAVAILABLE, _FAILING)
         stamp = stamps.decode(raw_stamp) if raw_stamp is not None else None
         result = self._stamp(raw_stamp, stamp, prompt, prompt_tokens)
         if stamp is not None and result is not StampResult.REJECTED:
             facts |= {"issued_at": stamp.issued, "linked_traceparent": stamp.traceparent}
         facts["stamp"] = result
+        unusable = self._unusable(result, stamp, modes, clean, request_id, facts, sibling=sibling)
+        if unusable is not None:
+            return unusable
+        if misfit:
+            return self._told(Reason.HANDOFF_MISMATCH, misfit, clean, facts)
+        if key is not None and not self.breakers.allowed(key):
+            raise _Refused(Reason.PEER_UNAVAILABLE, _FAILING)
+        return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=ask, **facts)
+
+    def _unusable(
+        self,
+        result: StampResult,
+        stamp: stamps.Stamp | None,
+        modes: Sequence[Mode],
+        clean: dict[str, Any],
+        request_id: str,
+        facts: dict[str, Any],
+        *,
+        sibling: bool,
+    ) -> Screened | None:
+        """Why this hand-off, well-formed and from a good peer, is not this request's to load."""
         if result is StampResult.EXPIRED:
             return _gone(Reason.HANDOFF_EXPIRED, "prefill's lease has run out", facts)
         if result is StampResult.REJECTED:
             return _gone(Reason.HANDOFF_MISMATCH, "the hand-off's stamp is not genuine", facts)
-        lease = stamp.lease if stamp is not None else None
-        if not self._claimed(modes, clean, request_id, lease):
+        if not self._claimed(modes, clean, request_id, None if stamp is None else stamp.lease):
             # Another request reads these blocks now; a notification from here would free them.
             reason = Reason.UNSUPPORTED_MODE if sibling else Reason.HANDOFF_REUSED
             return _gone(reason, "another request has this hand-off", facts)
@@ -300,11 +322,7 @@ class Guard:
             return self._told(Reason.UNSUPPORTED_MODE, "a further request of one HTTP request", clean, facts)
         if result is StampResult.MISMATCH:
             return self._told(Reason.HANDOFF_MISMATCH, "the stamp is for another prompt", clean, facts)
-        if misfit:
-            return self._told(Reason.HANDOFF_MISMATCH, misfit, clean, facts)
-        if facts["peer_host"] and not self.breakers.allowed(key):
-            raise _Refused(Reason.PEER_UNAVAILABLE, "the peer failed several times in a row", ask=Ask.LOAD)
-        return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=Ask.LOAD, **facts)
+        return None
 
     def _flags(self, params: dict[str, Any]) -> tuple[bool, bool]:
         """Load and hand-off as the flags have it. A string is no flag: "false" is true to a connector."""
@@ -321,7 +339,9 @@ class Guard:
             raise _Refused(Reason.PARAMS_INVALID, f"{names}: wanted at most one of them true")
         return load, handoff
 
-    def _clean(self, params: dict[str, Any], *, load: bool, handoff: bool) -> tuple[dict[str, Any], str]:
+    def _clean(  # noqa: C901, PLR0912  # one pass, a branch for each kind of key
+        self, params: dict[str, Any], *, load: bool, handoff: bool
+    ) -> tuple[dict[str, Any], str]:
         """Check every value's shape; leave out what a client may not set, or what nobody here may read."""
         strip = self._readback if handoff and not self._bidirectional else frozenset()
         ask = Ask.HANDOFF if handoff else Ask.NOTHING
@@ -347,10 +367,12 @@ class Guard:
             elif rule is not None:
                 if wanted := rule(value):
                     raise _Refused(Reason.PARAMS_INVALID, f"{name}: wanted {wanted}", ask=ask)
-            elif name in self._dropped:
+            elif name in measured:
+                pass
+            elif name in self._dropped or not (load or handoff):
                 gone.append(name)
             # Block ids that no mode will measure against the prompt must be small to be let through.
-            elif name not in measured and (wanted := plain(value)):
+            elif wanted := plain(value):
                 raise _Refused(Reason.PARAMS_INVALID, f"{name}: wanted {wanted}", ask=ask)
         if not gone:
             return params, notes
@@ -429,28 +451,36 @@ class Guard:
         )
         if problem:
             raise _Refused(Reason.PARAMS_INVALID, f"{mode.trigger}: {problem}")
-        self._peers([mode], clean, request_id)
+        self._contacts([mode], clean, request_id)
         if not self._claimed([mode], clean, request_id, None):
             raise _Refused(Reason.HANDOFF_REUSED, "another request has these blocks")
 
-    def _peers(self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str) -> None:
+    def _contacts(self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str) -> _Contact | None:
+        """The first peer that these params make the engine contact; all of them must be allowed."""
+        first = None
         for mode in modes:
             for peer in mode.peers:
                 for host, port in _addresses(peer, clean, request_id, mode.ask):
                     if not self.allow_list.allows(host, port):
                         key = peer.url or peer.host
                         raise _Refused(Reason.PEER_DENIED, f"{key}: not a peer of this server", ask=mode.ask)
+                    if first is None:
+                        engine_id = clean.get(peer.engine_id) if peer.engine_id else ""
+                        theirs = clean.get(mode.request_id) if mode.request_id else ""
+                        first = _Contact(host, port, engine_id or "", theirs or "")
+        return first
 
     def _claimed(
         self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str, lease: float | None
     ) -> bool:
         keys: list[ClaimKey] = []
         for mode in modes:
-            values = [clean.get(name) for name in mode.claim]
-            if values and all(type(value) is str for value in values):
-                keys.append(tuple(values))  # type: ignore[arg-type]  # all strings
-        if any(self.claims.owner(key) not in {None, request_id} for key in keys):
-            return False
+            if mode.claim:
+                values = tuple([clean.get(name) for name in mode.claim])
+                if None not in values:
+                    keys.append(values)  # type: ignore[arg-type]  # ids, checked to be strings
+        if len(keys) > 1 and any(self.claims.owner(key) not in {None, request_id} for key in keys):
+            return False  # all or none
         return all(self.claims.claim(key, request_id, lease) for key in keys)
 
     def _stamp(
@@ -477,20 +507,6 @@ class Guard:
                 # Enough for the inner to tell prefill, and nothing that it could read.
                 params[name] = [[] for _ in range(self._group_count or 1)]
         return Screened(params, reason, tell=True, detail=_detail(detail), ask=Ask.LOAD, **facts)
-
-    def _facts(self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str) -> dict[str, Any]:
-        for mode in modes:
-            for peer in mode.peers:
-                for host, port in _addresses(peer, clean, request_id, mode.ask):
-                    engine_id = clean.get(peer.engine_id) if peer.engine_id else ""
-                    peer_request_id = clean.get(mode.request_id) if mode.request_id else ""
-                    return {
-                        "peer_host": host,
-                        "peer_port": port,
-                        "peer_engine_id": engine_id or "",
-                        "peer_request_id": peer_request_id or "",
-                    }
-        return {"peer_host": "", "peer_port": 0, "peer_engine_id": ""}
 
 
 _UNKNOWN: Final = plain
