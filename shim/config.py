@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -107,7 +108,11 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> Settings:
         settings = msgspec.convert(dict(raw), Settings)
     except msgspec.ValidationError as error:
         text = str(error)
-        name = text.rsplit("$.", 1)[-1].split("`")[0].split("[")[0] if "$." in text else "?"
+        name = (
+            text.rsplit("$.", 1)[-1].split("`", maxsplit=1)[0].split("[", maxsplit=1)[0]
+            if "$." in text
+            else "?"
+        )
         msg = f"{where}: found {name} = {_short(raw.get(name))}; {text}; correct {name} and start again"
         raise SettingsError(msg) from error
     if settings.params_header and not settings.allow_peers:
@@ -125,5 +130,4 @@ def flag(name: str) -> bool:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return reprlib.repr(value)

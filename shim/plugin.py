@@ -25,8 +25,6 @@ def install() -> None:
 
     _before_post_init(KVTransferConfig, resolve)
     _before_post_init(VllmConfig, _settle)
-    if flag(settings_of.ENTRYPOINT_ENV):
-        _install_entrypoint()
 
 
 def resolve(config: Any) -> None:
@@ -46,6 +44,8 @@ def resolve(config: Any) -> None:
         config.kv_connector, config.kv_connector_module_path = _target(
             name, path, config.kv_connector_extra_config
         )
+        # Tells later processes, which get the config as rewritten, that it was ours: also when disabled.
+        config.kv_connector_extra_config = {SECTION: {}, **config.kv_connector_extra_config}
     if config.kv_connector == MULTI:
         children = config.kv_connector_extra_config.get("connectors")
         if isinstance(children, list) and any(map(_is_our_entry, children)):
@@ -94,7 +94,7 @@ def _target(name: str, path: str | None, extra_config: Any) -> tuple[str, str | 
     if path not in (None, MODULE):
         msg = (
             f'kv_connector: found "{SECTION}" together with kv_connector_module_path = {path!r}, wanted one of '
-            f'them; remove kv_connector_module_path and name the inner connector in '
+            f"them; remove kv_connector_module_path and name the inner connector in "
             f'kv_connector_extra_config["{SECTION}"]["connector"]'
         )
         raise SettingsError(msg)
@@ -109,17 +109,13 @@ def _target(name: str, path: str | None, extra_config: Any) -> tuple[str, str | 
 
 def _settle(vllm_config: Any) -> None:
     """Before `VllmConfig` looks at its parts: configs built before the plugin ran, and the entrypoint half."""
-    resolve(vllm_config.kv_transfer_config)
-    if uses_shim(vllm_config.kv_transfer_config):
-        _install_entrypoint()
+    config = vllm_config.kv_transfer_config
+    resolve(config)
+    ours = uses_shim(config) or (config is not None and SECTION in config.kv_connector_extra_config)
+    if ours or flag(settings_of.ENTRYPOINT_ENV):
+        from shim.entrypoint import install as install_entrypoint  # noqa: PLC0415  # needs vLLM
 
-
-def _install_entrypoint() -> None:
-    if flag(settings_of.DISABLE_ENV):
-        return
-    from shim.entrypoint import install as install_entrypoint  # noqa: PLC0415  # needs vLLM
-
-    install_entrypoint()
+        install_entrypoint(has_connector=config is not None and config.kv_connector is not None)
 
 
 def _before_post_init(cls: type[Any], first: Any) -> None:

@@ -6,11 +6,13 @@ Pure Python; imports neither vLLM nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Outcome(StrEnum):
@@ -203,6 +205,7 @@ class Facts:
     peer_request_id: str = ""
     streamed: bool = False
     siblings: HandoffReason = HandoffReason.NONE  # N_GT_1 or PROMPT_LIST if one of several
+    detail: str = ""  # what screening found, for the log; names only keys that the profile knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,7 @@ class Load:
     loaded_tokens: int
     started_at: float
     ended_at: float
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shim.config import ExpectRemote
 from shim.connector.recover import Attached, put_params, read_attached
-from shim.verdict import Ask, Facts, Reason, Source
+from shim.verdict import Ask, Facts, HandoffReason, Reason, Source
 
 if TYPE_CHECKING:
     from shim.connector.guard import Guard, Screened
@@ -38,6 +38,7 @@ class Admission:
         self._guard = guard
         self._expect = expect
         self._producer = producer
+        self._loads_unasked = guard.profile.loads_unasked is not None
 
     def admit(self, request: Any) -> Admitted:
         """Recover and screen `request`'s params, and write back what the inner connector may see.
@@ -56,13 +57,15 @@ class Admission:
             params,
             prompt_tokens=request.num_prompt_tokens,
             external_id=attached.external_id,
-            sibling=attached.sibling > 0,
+            # Children of `n > 1` and of prompt lists are told by the claim table: it knows who reads.
+            sibling=attached.sibling > 0 and attached.siblings is HandoffReason.NONE,
         )
         reason = self._reason(screened, attached, given=params is not None)
         put_params(request, screened.params, attached.ec)
         return Admitted(
             facts=self._facts(screened, attached, source, reason),
-            local=screened.tell or self._guard.profile.loads_without_params and screened.ask is not Ask.LOAD,
+            local=screened.tell
+            or (self._guard.profile.loads_unasked is not None and screened.ask is not Ask.LOAD),
             detail=screened.detail,
         )
 
@@ -71,6 +74,9 @@ class Admission:
             return Reason.PARAMS_INVALID
         if screened.reason not in ABSENT:
             return screened.reason
+        if attached.sibling:
+            # Beam steps come without params, and there are many: one fault an HTTP request.
+            return Reason.UNSUPPORTED_MODE if attached.sibling == 1 else Reason.NOT_DISAGGREGATED
         if attached.mark == "local":
             return Reason.ROUTER_BYPASS
         expected = self._expect is ExpectRemote.ALWAYS or (
@@ -79,7 +85,6 @@ class Admission:
         return screened.reason if expected or self._producer else Reason.NOT_DISAGGREGATED
 
     def _facts(self, screened: Screened, attached: Attached, source: Source, reason: Reason) -> Facts:
-        params = screened.params or {}
         return Facts(
             # A producer's requests are prefill work also when their params got lost; its ledger says which.
             ask=Ask.HANDOFF if self._producer and screened.ask is Ask.NOTHING else screened.ask,
@@ -89,18 +94,11 @@ class Admission:
             external_id=attached.external_id,
             traceparent=attached.traceparent,
             tracestate=attached.tracestate,
-            peer_host=_text(params.get("remote_host")),
-            peer_port=_port(params.get("remote_port")),
-            peer_engine_id=_text(params.get("remote_engine_id")),
-            peer_request_id=_text(params.get("remote_request_id")),
+            linked_traceparent=screened.linked_traceparent,
+            peer_host=screened.peer_host,
+            peer_port=screened.peer_port,
+            peer_engine_id=screened.peer_engine_id,
+            peer_request_id=screened.peer_request_id,
             streamed=attached.streamed,
             siblings=attached.siblings,
         )
-
-
-def _text(value: object) -> str:
-    return value[:128] if isinstance(value, str) else ""
-
-
-def _port(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -10,9 +10,9 @@ from shim import __version__
 from shim.config import ExpectRemote, read_settings
 from shim.connector.admission import Admission
 from shim.connector.guard import Guard
-from shim.connector.scheduler_half import SchedulerHalf
 from shim.connector.observe import Observe
 from shim.connector.profiles import profile_for
+from shim.connector.scheduler_half import SchedulerHalf
 from shim.ledger import Ledger
 from shim.telemetry.tally import Tally
 
@@ -37,10 +37,8 @@ def build_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHalf:
         engine_id=config.engine_id,
     )
     tally = Tally()
-    ledger = Ledger([tally], backoff=profile.backoff, granule=block_size)
-    admission = Admission(
-        guard, settings.expectation(config.kv_role), producer=config.kv_role == "kv_producer"
-    )
+    ledger = Ledger([tally], backoff=profile.back_off, granule=block_size)
+    admission = Admission(guard, settings.expectation(config.kv_role), producer=config.kv_role == "kv_producer")
     return SchedulerHalf(admission, Observe(ledger), tally)
 
 

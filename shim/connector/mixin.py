@@ -7,7 +7,7 @@ the shim may replace is `get_num_new_matched_tokens`, by "nothing", for a reques
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -51,10 +51,9 @@ class ShimMixin:
             super().on_new_request(request)  # type: ignore[misc]
         except Exception:
             self._inner_failed()
+            raise
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The inner's answer, or nothing for a request that must prefill locally."""
         half = self._half
         if half is not None:
@@ -65,6 +64,7 @@ class ShimMixin:
             )
         except Exception:
             self._inner_failed()
+            raise
         return answer if half is None else half.matched(request, num_computed_tokens, answer)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -76,6 +76,7 @@ class ShimMixin:
             super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
         except Exception:
             self._inner_failed()
+            raise
         if half is not None:
             half.allocated(request, num_external_tokens)
 
@@ -85,6 +86,7 @@ class ShimMixin:
             meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
         except Exception:
             self._inner_failed()
+            raise
         half = self._half
         if half is not None:
             half.scheduled(scheduler_output)
@@ -96,6 +98,7 @@ class ShimMixin:
             super().update_connector_output(connector_output)  # type: ignore[misc]
         except Exception:
             self._inner_failed()
+            raise
         half = self._half
         if half is not None:
             half.output(connector_output)
@@ -104,9 +107,7 @@ class ShimMixin:
         """A request ended, on whatever path."""
         return self._finish(super().request_finished, request, block_ids)  # type: ignore[misc]
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: Any
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """`request_finished` for inner connectors that support several KV cache groups."""
         return self._finish(super().request_finished_all_groups, request, block_ids)  # type: ignore[misc]
 
@@ -120,6 +121,7 @@ class ShimMixin:
             answer = inner(request, block_ids)
         except Exception:
             self._inner_failed()
+            raise
         if half is not None:
             half.finished(request, answer)
         return answer
@@ -132,6 +134,7 @@ class ShimMixin:
             inner = super().get_kv_connector_stats()  # type: ignore[misc]
         except Exception:
             self._inner_failed()
+            raise
         half = self._half
         ours = None if half is None else half.take()
         if ours is None and inner is None:
@@ -162,8 +165,7 @@ class ShimMixin:
             vllm_config, metric_types, labelnames, per_engine_labelvalues, inner, info_labels(vllm_config)
         )
 
-    def _inner_failed(self) -> NoReturn:
-        """Count the inner's exception that is being handled, and pass it on."""
+    def _inner_failed(self) -> None:
+        """Count an exception of the inner's, which passes on unchanged."""
         if self._half is not None:
             self._half.inner_failed()
-        raise  # noqa: PLE0704  # called in an except block only

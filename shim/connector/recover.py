@@ -32,8 +32,8 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         ec: recovered `ec_transfer_params`.
         asked: the body has a `kv_transfer_params` key, even null or empty.
         unreadable: the body has params that no engine could be sent (too large, too deep, 65-bit ints).
-        sibling: 0 for the first engine request of an HTTP request, which has its hand-off; else its number.
-        siblings: `n_gt_1` or `prompt_list` if the HTTP request makes several engine requests.
+        sibling: this one's number if another engine request of the same HTTP request has the params; else 0.
+        siblings: `n_gt_1` or `prompt_list` for one of several engine requests that vLLM makes at once.
         mark: `tried` or `local`, by a trusted router mark; else empty.
         traceparent: the caller's W3C trace context, also where vLLM drops it.
         tracestate: the caller's, bounded.

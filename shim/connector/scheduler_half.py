@@ -60,7 +60,9 @@ class SchedulerHalf:
         if request.request_id not in self._seen:
             self.admit(request)
 
-    def matched(self, request: Any, local_tokens: int, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+    def matched(
+        self, request: Any, local_tokens: int, answer: tuple[int | None, bool]
+    ) -> tuple[int | None, bool]:
         """The answer that the scheduler gets to `get_num_new_matched_tokens`."""
         if request.request_id in self._local:
             answer = (0, False)
@@ -80,7 +82,9 @@ class SchedulerHalf:
         self._contain(Hook.OUTPUT, self._observe.output, connector_output)
 
     def finished(self, request: Any, answer: tuple[bool, dict[str, Any] | None]) -> None:
-        """A request ended; keeps nothing of it."""
+        """A request ended; keeps nothing of it. An inner whose one finish hook calls the other comes twice."""
+        if request.request_id not in self._seen:
+            return
         self._contain(Hook.FINISH, self._observe.finished, request, answer)
         self._seen.discard(request.request_id)
         self._local.discard(request.request_id)
@@ -107,7 +111,7 @@ class SchedulerHalf:
 
     def _fault(self, hook: Hook) -> None:
         self.tally.error(hook)
-        logger.exception("kv_shim: a fault of the shim's in %s was contained; please report it", hook)
+        logger.error("kv_shim: a fault of the shim's in %s was contained; please report it", hook)
 
 
 def _take_params_away(request: Any) -> None:

@@ -77,7 +77,7 @@ def _imported(name: str, module_name: str, attribute: str) -> type[Any]:
 
 
 @cache
-def _wrap(inner: type[Any]) -> type[Any]:
+def _wrap(inner: Any) -> type[Any]:
     """Make and register the subclass; keyed by class, so that two names of one connector share it."""
     # Made through the inner's own metaclass (ABCMeta), which would else set __module__ to `abc`.
     cls: type[Any] = type(inner)(

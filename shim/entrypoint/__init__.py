@@ -9,15 +9,33 @@ import functools
 import logging
 from typing import Any
 
+from shim.config import DISABLE_ENV, flag
+from shim.entrypoint import counters, handoff
+from shim.entrypoint.middleware import RequestContext
+from shim.telemetry.catalog import EntrypointEvent
+from shim.verdict import Endpoint
+
 logger = logging.getLogger("vllm.kv_shim")
 _INSTALLED = "_kv_shim_installed"
 
 
-def install() -> None:
-    """Hook the middleware and the hand-off into this process's vLLM. Idempotent."""
+def install(*, has_connector: bool) -> None:
+    """Hook the middleware, the hand-off and the counters into this process's vLLM. Idempotent.
+
+    Args:
+        has_connector: whether the server has a KV connector at all.
+
+    With `SHIM_DISABLE` set only `info` is exported, so that a shim disabled on purpose shows.
+    """
     from fastapi import FastAPI  # noqa: PLC0415  # `import shim.entrypoint` must stay light
     from vllm.v1.engine import core_client  # noqa: PLC0415
+    from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: PLC0415
 
+    disabled = flag(DISABLE_ENV)
+    counters.install(PrometheusStatLogger, disabled=disabled)
+    if disabled:
+        return
+    handoff.server.has_connector = has_connector
     _wrap_stack(FastAPI)
     for name in dir(core_client):
         cls = getattr(core_client, name)
@@ -41,12 +59,10 @@ def _wrap_stack(app_class: type[Any]) -> None:
 
     @functools.wraps(original)
     def build_middleware_stack(self: Any) -> Any:
-        from shim.entrypoint.middleware import RequestContext  # noqa: PLC0415
-
         return RequestContext(original(self))
 
     setattr(build_middleware_stack, _INSTALLED, True)
-    app_class.build_middleware_stack = build_middleware_stack  # type: ignore[method-assign]
+    app_class.build_middleware_stack = build_middleware_stack
 
 
 def _wrap_add_request(client_class: type[Any]) -> None:
@@ -57,12 +73,11 @@ def _wrap_add_request(client_class: type[Any]) -> None:
 
     @functools.wraps(original)
     async def add_request_async(self: Any, request: Any) -> None:
-        from shim.entrypoint.handoff import attach  # noqa: PLC0415
-
         try:
-            attach(request)
+            handoff.attach(request)
         except Exception:
             # The request goes on as vLLM made it: a fault of ours fails none.
+            counters.count(EntrypointEvent.HOOK_ERROR, Endpoint.OTHER)
             logger.exception("kv_shim: a fault of the shim's at the hand-off was contained; please report it")
         await original(self, request)
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shim.connector.recover import EC_PARAMS, KV_PARAMS, KV_SHIM, Attached, copied
-from shim.entrypoint.middleware import Unreadable, current_request
-from shim.verdict import HandoffReason, Source
+from shim.entrypoint.counters import count
+from shim.entrypoint.middleware import Reply, Unreadable, current_request
+from shim.telemetry.catalog import EntrypointEvent
+from shim.verdict import Endpoint, HandoffReason, Source
 
 if TYPE_CHECKING:
     from shim.entrypoint.middleware import HttpRequest
 
 ID_LIMIT = 128
+
+
+@dataclass(slots=True)
+class Server:
+    """What the hand-off has to know of the server it runs in; settled at start-up."""
+
+    has_connector: bool = True
+
+
+server = Server()
 
 
 def attach(engine_request: Any) -> None:
@@ -30,8 +43,21 @@ def attach(engine_request: Any) -> None:
     before: dict[str, Any] = sampling.extra_args or {}
     if isinstance(before.get(KV_SHIM), Attached):
         return  # a client class that calls another's add_request_async
-    attached = _describe(engine_request, before, current_request())
+    http = current_request()
+    attached = _describe(engine_request, before, http)
+    _note(engine_request, before.get(KV_PARAMS, attached.kv), http)
     engine_request.sampling_params = copied(sampling, {**before, KV_SHIM: attached})
+
+
+def _note(engine_request: Any, params: Any, http: HttpRequest | None) -> None:
+    """Count what only the API server can see of an engine request."""
+    endpoint = Endpoint.OTHER if http is None else http.endpoint
+    if getattr(engine_request, "abort_immediately", False):
+        count(EntrypointEvent.REJECTED_BEFORE_ENGINE, endpoint)
+    if params is not None and not server.has_connector:
+        count(EntrypointEvent.NO_CONNECTOR, endpoint)
+    if http is not None and isinstance(params, dict) and params.get("do_remote_decode") is True:
+        http.reply = http.reply or Reply()
 
 
 def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest | None) -> Attached:
@@ -45,34 +71,36 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
             siblings=HandoffReason.N_GT_1 if is_child else HandoffReason.NONE,
         )
     first = http.owner in {"", engine_request.request_id}  # a streaming session comes again with its id
-    if first:
-        http.owner = engine_request.request_id
-    else:
+    if not first:
         http.siblings += 1
-    kv, ec, asked, unreadable = _recover(http, extra_args) if first else (None, None, False, False)
-    attached = Attached(
+        kv, ec, asked, unreadable = None, None, False, False
+    else:
+        kv, ec, asked, unreadable = _recover(http, extra_args)
+        http.owner = engine_request.request_id
+        http.handed = http.handed or bool(extra_args.get(KV_PARAMS) or kv)
+        http.forget()
+    return Attached(
         endpoint=http.endpoint,
         source=Source.BODY if kv is not None else Source.NONE,
         kv=kv,
         ec=ec,
         asked=asked,
         unreadable=unreadable,
-        sibling=http.siblings if not first else 0,
-        siblings=_siblings(is_child=is_child, first=first),
+        sibling=http.siblings if http.handed and not first else 0,
+        siblings=_siblings(http, is_child=is_child, first=first),
         traceparent=http.traceparent(),
         tracestate=http.tracestate(),
         external_id=external_id[:ID_LIMIT],
         streamed=streamed,
     )
-    if first:
-        http.forget()
-    return attached
 
 
-def _siblings(*, is_child: bool, first: bool) -> HandoffReason:
+def _siblings(http: HttpRequest, *, is_child: bool, first: bool) -> HandoffReason:
     if is_child:
         return HandoffReason.N_GT_1
-    return HandoffReason.NONE if first else HandoffReason.PROMPT_LIST
+    # Elsewhere a further engine request is a follow-up (beam step, tool call), not another prompt.
+    is_list = not first and http.endpoint is Endpoint.COMPLETIONS
+    return HandoffReason.PROMPT_LIST if is_list else HandoffReason.NONE
 
 
 def _recover(http: HttpRequest, extra_args: dict[str, Any]) -> tuple[Any, Any, bool, bool]:

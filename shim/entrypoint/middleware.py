@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shim.connector.recover import EC_PARAMS, KV_PARAMS
+from shim.entrypoint.counters import count
+from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint
 
 if TYPE_CHECKING:
@@ -38,15 +41,19 @@ class HttpRequest:
     Attributes:
         endpoint: its route.
         owner: id of the engine request that has this request's hand-off; `""` until there is one.
+        handed: the owner has params, from wherever.
         siblings: how many further engine requests it made.
+        reply: watches the response of a request that asked for a hand-off; None for all others.
     """
 
-    __slots__ = ("_chunks", "_fields", "_headers", "endpoint", "owner", "siblings")
+    __slots__ = ("_chunks", "_fields", "_headers", "endpoint", "handed", "owner", "reply", "siblings")
 
     def __init__(self, scope: Scope) -> None:
         self.endpoint = endpoint_of(scope)
         self.owner = ""
+        self.handed = False
         self.siblings = 0
+        self.reply: Reply | None = None
         self._headers: list[tuple[bytes, bytes]] = scope.get("headers") or []
         self._chunks: list[bytes] = []
         self._fields: dict[str, msgspec.Raw] | None = None
@@ -109,6 +116,30 @@ class HttpRequest:
         return self._fields
 
 
+class Reply:
+    """Looks for the hand-off in a prefill server's response, as its bytes go out."""
+
+    __slots__ = ("_found", "_ok", "_tail")
+
+    _HANDOFF = re.compile(rb'"kv_transfer_params"\s*:\s*\{\s*"')
+    _OVERLAP = 64
+
+    def __init__(self) -> None:
+        self._ok = self._found = False
+        self._tail = b""
+
+    def lacks_handoff(self, message: Message) -> bool:
+        """Take in one ASGI message; true at the end of a good response without a hand-off."""
+        if message["type"] == "http.response.start":
+            self._ok = message["status"] == HTTPStatus.OK
+        if message["type"] != "http.response.body" or not self._ok or self._found:
+            return False
+        seen = self._tail + message.get("body", b"")
+        self._found = self._HANDOFF.search(seen) is not None
+        self._tail = seen[-self._OVERLAP :]
+        return not self._found and not message.get("more_body", False)
+
+
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:
     """The top level of a JSON object; empty for anything else, which is vLLM's to refuse."""
     try:
@@ -165,9 +196,14 @@ class RequestContext:
                 request.remember(chunk)
             return message
 
+        async def watching(message: Message) -> None:
+            if request.reply is not None and request.reply.lacks_handoff(message):
+                count(EntrypointEvent.RESPONSE_WITHOUT_HANDOFF, request.endpoint)
+            await send(message)
+
         token = _current.set(request)
         try:
-            await self.app(scope, remembering, send)
+            await self.app(scope, remembering, watching)
         finally:
             _current.reset(token)
             request.forget()

@@ -7,11 +7,11 @@ An *engine* metric travels in the stats payload from the scheduler to vLLM's Pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from shim.verdict import (
     Endpoint,
@@ -26,6 +26,9 @@ from shim.verdict import (
     TokenKind,
     reasons_of,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 PREFIX = "vllm:kv_shim_"
 """vLLM drops every collector whose name starts with `vllm:` before it builds its own, so ours go with them."""
@@ -279,9 +282,7 @@ ERRORS = Metric(
     ("hook",),
     tuple((hook,) for hook in Hook),
 )
-STATS_DROPPED = Metric(
-    "stats_dropped", Kind.COUNTER, "Telemetry records that could not be delivered."
-)
+STATS_DROPPED = Metric("stats_dropped", Kind.COUNTER, "Telemetry records that could not be delivered.")
 INFO = Metric(
     "info",
     Kind.GAUGE,
@@ -297,9 +298,7 @@ INFO = Metric(
     ),
     series=(),
 )
-START_TIME_SECONDS = Metric(
-    "start_time_seconds", Kind.GAUGE, "When this server's metrics began (Unix time)."
-)
+START_TIME_SECONDS = Metric("start_time_seconds", Kind.GAUGE, "When this server's metrics began (Unix time).")
 ENTRYPOINT = Metric(
     "entrypoint",
     Kind.COUNTER,

@@ -34,7 +34,7 @@ _DROPPED = key(catalog.STATS_DROPPED)
 class ShimPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM's class is untyped to mypy
     """The shim's series beside the inner connector's own."""
 
-    def __init__(  # noqa: PLR0913  # vLLM's signature, and what is ours
+    def __init__(  # vLLM's signature, and what is ours
         self,
         vllm_config: Any,
         metric_types: Mapping[Any, Any],

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypedDict
 
 from shim.telemetry import catalog
 from shim.telemetry.catalog import KEYS, Hook, key
-from shim.verdict import Handoff, Load, Reason, TokenKind, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from shim.verdict import Handoff, Load, Reason, TokenKind, Verdict
 
 SAMPLES_LIMIT = 4096
 """Histogram samples one payload may hold; more are dropped and counted, since nobody may be taking them."""
@@ -131,4 +132,3 @@ class Tally:
         """The oldest load or hand-off in flight changed."""
         self.gauge(_OLDEST_LOAD, load_started_at)
         self.gauge(_OLDEST_HANDOFF, handoff_issued_at)
-

@@ -11,7 +11,11 @@ from shim.config import ExpectRemote, SettingsError, flag, read_settings
 def test_no_settings_are_the_defaults() -> None:
     """A config without a shim section wraps NIXL and allows local prefills."""
     settings = read_settings(None)
-    assert (settings.connector, settings.on_local_prefill, settings.allow_peers) == ("NixlConnector", "allow", ())
+    assert (settings.connector, settings.on_local_prefill, settings.allow_peers) == (
+        "NixlConnector",
+        "allow",
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,9 @@ def test_a_wrong_setting_says_found_wanted_and_what_to_do(section: object, words
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("0", False), ("", False), ("No", False)])
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("true", True), ("0", False), ("", False), ("No", False)]
+)
 def test_switches_read_like_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
     """`SHIM_DISABLE=0` does not disable."""
     monkeypatch.setenv("SHIM_DISABLE", value)

@@ -13,6 +13,7 @@ from shim.connector.recover import NOTHING_ATTACHED, Attached, put_params, read_
 from shim.entrypoint.handoff import attach
 from shim.entrypoint.middleware import (
     PARAMS_BYTES_LIMIT,
+    Reply,
     RequestContext,
     Unreadable,
     current_request,
@@ -76,7 +77,11 @@ def serve(
         assert current_request() is None
 
     asyncio.run(run())
-    return [read_attached(request.sampling_params.extra_args) for request in engine_requests if request.sampling_params]
+    return [
+        read_attached(request.sampling_params.extra_args)
+        for request in engine_requests
+        if request.sampling_params
+    ]
 
 
 def body(**fields: Any) -> bytes:
@@ -127,8 +132,17 @@ def test_only_the_first_engine_request_gets_the_handoff() -> None:
         (None, 2, HandoffReason.N_GT_1),
     ]
     prompts = [EngineRequest(f"cmpl-1-{i}-x", external_req_id=f"cmpl-1-{i}") for i in range(2)]
-    _, other = serve(body(kv_transfer_params=HANDOFF), *prompts)
+    _, other = serve(body(kv_transfer_params=HANDOFF), *prompts, path="/v1/completions")
     assert (other.sibling, other.siblings) == (1, HandoffReason.PROMPT_LIST)
+    _, step = serve(body(kv_transfer_params=HANDOFF), *copy.deepcopy(prompts), path="/v1/chat/completions")
+    assert (step.sibling, step.siblings) == (1, HandoffReason.NONE)
+
+
+def test_without_a_handoff_there_are_no_siblings_of_one() -> None:
+    """A prompt list whose params were lost is two requests that miss their params."""
+    prompts = [EngineRequest(f"cmpl-1-{i}-x", external_req_id=f"cmpl-1-{i}") for i in range(2)]
+    _, other = serve(body(), *prompts, path="/v1/completions")
+    assert other.sibling == 0
 
 
 def test_shared_sampling_params_are_copied() -> None:
@@ -170,7 +184,15 @@ def test_a_body_in_pieces_is_one_body() -> None:
 
 
 @pytest.mark.parametrize(
-    "junk", [b"", b"not json kv", b'"kv_transfer_params"', b'["kv_transfer_params"]', b'{"kv_transfer_params": ', b"\xff" * 9]
+    "junk",
+    [
+        b"",
+        b"not json kv",
+        b'"kv_transfer_params"',
+        b'["kv_transfer_params"]',
+        b'{"kv_transfer_params": ',
+        b"\xff" * 9,
+    ],
 )
 def test_a_body_that_is_no_json_is_left_to_vllm(junk: bytes) -> None:
     """The shim finds nothing and says nothing."""
@@ -291,3 +313,31 @@ def test_params_are_put_in_both_places() -> None:
     put_params(request, None)
     assert request.kv_transfer_params is None
     assert request.sampling_params.extra_args == {"keep": 1, "ec_transfer_params": {"e": 1}}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lacks"),
+    [
+        ([b'{"id":1,"kv_transfer_params":{"do_remote_prefill":true}}'], False),
+        ([b'{"kv_transfer_', b'params" : { "do', b'_remote":1}}'], False),
+        ([b'{"kv_transfer_params":null}'], True),
+        ([b'{"kv_transfer_params":{}}'], True),
+        ([b'{"id":1}', b""], True),
+    ],
+)
+def test_a_reply_without_a_handoff_is_seen(chunks: list[bytes], lacks: bool) -> None:
+    """null, `{}` and no field are told from a hand-off, also where the bytes come in pieces."""
+    reply = Reply()
+    assert not reply.lacks_handoff({"type": "http.response.start", "status": 200})
+    found = [
+        reply.lacks_handoff({"type": "http.response.body", "body": c, "more_body": i < len(chunks) - 1})
+        for i, c in enumerate(chunks)
+    ]
+    assert any(found) is lacks
+
+
+def test_a_refused_reply_owes_no_handoff() -> None:
+    """A 400 is vLLM's own answer and no missing hand-off."""
+    reply = Reply()
+    reply.lacks_handoff({"type": "http.response.start", "status": 400})
+    assert not reply.lacks_handoff({"type": "http.response.body", "body": b"{}"})
