@@ -159,6 +159,4 @@ class Account:
             reason = Reason.LOCAL_CACHE if cached else Reason.BELOW_THRESHOLD
             return cause_of(Outcome.LOCAL_INTENDED, reason)
         # Offered but not taken: prompt_logprobs have the prompt computed (vLLM 0.32 scheduler.py:983).
-        return cause_of(
-            Outcome.LOCAL_PREFILL, Reason.UNSUPPORTED_MODE if self.overridden else Reason.NO_MATCH
-        )
+        return cause_of(Outcome.LOCAL_PREFILL, Reason.UNSUPPORTED_MODE if self.overridden else Reason.NO_MATCH)
