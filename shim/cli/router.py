@@ -8,7 +8,6 @@ none the request goes to decode without, since an answer that comes late beats n
 from __future__ import annotations
 
 import json
-import random
 import string
 import time
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import httpx
 from shim.verdict import Endpoint
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Mapping
 
 KEY = "kv_transfer_params"
@@ -185,7 +185,8 @@ class Router:
         response = self.client.post(url + endpoint.value, json=ask, headers=headers, timeout=_TIMEOUT_SECONDS)
         seconds = time.perf_counter() - began
         if response.status_code != httpx.codes.OK:
-            msg = f"{url}{endpoint.value}: found status {response.status_code}, wanted 200: {response.text[:300]}"
+            answer = response.text[:300]
+            msg = f"{url}{endpoint.value}: found status {response.status_code}, wanted 200: {answer}"
             raise RouterError(msg)
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             return _events(response.text), seconds

