@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from shim import config as settings_of
-from shim.config import SECTION, SettingsError, flag, read_settings
+from shim.config import SECTION, Settings, SettingsError, flag, read_settings
 
 MODULE = "shim.connector"
 """What `kv_connector_module_path` names; its module-level `__getattr__` makes the wrapped classes."""
@@ -115,7 +115,21 @@ def _settle(vllm_config: Any) -> None:
     if ours or flag(settings_of.ENTRYPOINT_ENV):
         from shim.entrypoint import install as install_entrypoint  # noqa: PLC0415  # needs vLLM
 
-        install_entrypoint(has_connector=config is not None and config.kv_connector is not None)
+        install_entrypoint(
+            _entrypoint_settings(config),
+            has_connector=config is not None and config.kv_connector is not None,
+        )
+
+
+def _entrypoint_settings(config: Any) -> Settings:
+    """The settings of the outermost wrapped connector: the server's own, or its first wrapped child's."""
+    if config is None:
+        return Settings()
+    extra = config.kv_connector_extra_config
+    children = [child for child in extra.get("connectors") or () if _is_our_entry(child)]
+    if SECTION not in extra and children:
+        extra = children[0].get("kv_connector_extra_config")
+    return read_settings(extra)
 
 
 def _before_post_init(cls: type[Any], first: Any) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shim.config import ExpectRemote
-from shim.connector.recover import Attached, put_params, read_attached
+from shim.connector.recover import Attached, copied, put_params, read_attached
 from shim.verdict import Ask, Facts, HandoffReason, Reason, Source
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ class Admission:
         guard: the screening rules of the inner connector.
         expect: when missing params are a fault on this server.
         producer: `kv_role` is `kv_producer`: every request is a prefill, with or without params.
+        normalize: have prefills of one token end by length, for connectors that issue nothing on `stop`.
     """
 
-    def __init__(self, guard: Guard, expect: ExpectRemote, *, producer: bool) -> None:
+    def __init__(self, guard: Guard, expect: ExpectRemote, *, producer: bool, normalize: bool = False) -> None:
         self._guard = guard
         self._expect = expect
         self._producer = producer
+        self._normalize = normalize and not guard.profile.issues_on_stop
         self._loads_unasked = guard.profile.loads_unasked is not None
 
     def admit(self, request: Any) -> Admitted:
@@ -62,6 +64,8 @@ class Admission:
         )
         reason = self._reason(screened, attached, given=params is not None)
         put_params(request, screened.params, attached.ec)
+        if self._normalize and screened.ask is Ask.HANDOFF and request.max_tokens == 1:
+            request.sampling_params = _ending_by_length(request.sampling_params)
         return Admitted(
             facts=self._facts(screened, attached, source, reason),
             local=screened.tell
@@ -102,3 +106,14 @@ class Admission:
             streamed=attached.streamed,
             siblings=attached.siblings,
         )
+
+
+def _ending_by_length(sampling: Any) -> Any:
+    """A copy that no EOS or stop token ends: a prefill's one token is thrown away (vLLM #46008).
+
+    `check_stop` (v1/core/sched/utils.py) reads these two before it looks at the length.
+    """
+    clone = copied(sampling, sampling.extra_args)
+    clone.stop_token_ids = []
+    clone._eos_token_id = None  # noqa: SLF001  # vLLM's way to say ignore_eos
+    return clone

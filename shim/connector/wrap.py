@@ -32,7 +32,7 @@ def shim_class(name: str) -> type[Any]:
     Raises:
         SettingsError: no such connector.
     """
-    inner = inner_class(name)
+    inner: Any = inner_class(name)
     return inner if flag(DISABLE_ENV) else _wrap(inner)
 
 

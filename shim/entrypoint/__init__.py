@@ -9,7 +9,7 @@ import functools
 import logging
 from typing import Any
 
-from shim.config import DISABLE_ENV, flag
+from shim.config import DISABLE_ENV, Settings, flag
 from shim.entrypoint import counters, handoff
 from shim.entrypoint.middleware import RequestContext
 from shim.telemetry.catalog import EntrypointEvent
@@ -19,10 +19,11 @@ logger = logging.getLogger("vllm.kv_shim")
 _INSTALLED = "_kv_shim_installed"
 
 
-def install(*, has_connector: bool) -> None:
+def install(settings: Settings, *, has_connector: bool) -> None:
     """Hook the middleware, the hand-off and the counters into this process's vLLM. Idempotent.
 
     Args:
+        settings: the operator's.
         has_connector: whether the server has a KV connector at all.
 
     With `SHIM_DISABLE` set only `info` is exported, so that a shim disabled on purpose shows.
@@ -36,6 +37,7 @@ def install(*, has_connector: bool) -> None:
     if disabled:
         return
     handoff.server.has_connector = has_connector
+    handoff.server.settings = settings
     _wrap_stack(FastAPI)
     for name in dir(core_client):
         cls = getattr(core_client, name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shim.config import Settings
 from shim.connector.recover import EC_PARAMS, KV_PARAMS, KV_SHIM, Attached, copied
 from shim.entrypoint.counters import count
 from shim.entrypoint.middleware import Reply, Unreadable, current_request
@@ -22,6 +23,7 @@ class Server:
     """What the hand-off has to know of the server it runs in; settled at start-up."""
 
     has_connector: bool = True
+    settings: Settings = field(default_factory=Settings)
 
 
 server = Server()
@@ -71,21 +73,24 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
             siblings=HandoffReason.N_GT_1 if is_child else HandoffReason.NONE,
         )
     first = http.owner in {"", engine_request.request_id}  # a streaming session comes again with its id
-    if not first:
-        http.siblings += 1
-        kv, ec, asked, unreadable = None, None, False, False
-    else:
-        kv, ec, asked, unreadable = _recover(http, extra_args)
+    if first:
+        found = _recover(http, extra_args)
+        mark = _mark(http)
         http.owner = engine_request.request_id
-        http.handed = http.handed or bool(extra_args.get(KV_PARAMS) or kv)
+        http.mark = http.mark or mark
+        http.handed = http.handed or bool(extra_args.get(KV_PARAMS) or found.kv)
         http.forget()
+    else:
+        found = _Recovered()
+        http.siblings += 1
     return Attached(
         endpoint=http.endpoint,
-        source=Source.BODY if kv is not None else Source.NONE,
-        kv=kv,
-        ec=ec,
-        asked=asked,
-        unreadable=unreadable,
+        source=found.source,
+        kv=found.kv,
+        ec=found.ec,
+        asked=found.asked,
+        unreadable=found.unreadable,
+        mark=http.mark,
         sibling=http.siblings if http.handed and not first else 0,
         siblings=_siblings(http, is_child=is_child, first=first),
         traceparent=http.traceparent(),
@@ -103,19 +108,46 @@ def _siblings(http: HttpRequest, *, is_child: bool, first: bool) -> HandoffReaso
     return HandoffReason.PROMPT_LIST if is_list else HandoffReason.NONE
 
 
-def _recover(http: HttpRequest, extra_args: dict[str, Any]) -> tuple[Any, Any, bool, bool]:
-    """Params of the body that the engine lacks: `kv`, `ec`, whether `kv` was asked for, and unreadable."""
-    kv = ec = None
-    asked = unreadable = False
-    if extra_args.get(KV_PARAMS) is None and http.has_key(KV_PARAMS):
-        asked = True
+@dataclass(slots=True)
+class _Recovered:
+    """Params of the HTTP request that the engine lacks; see `Attached` for the fields."""
+
+    kv: Any = None
+    ec: Any = None
+    source: Source = Source.NONE
+    asked: bool = False
+    unreadable: bool = False
+
+
+def _recover(http: HttpRequest, extra_args: dict[str, Any]) -> _Recovered:
+    found = _Recovered()
+    if extra_args.get(KV_PARAMS) is None:
+        found.asked = http.has_key(KV_PARAMS)
         try:
-            kv = http.value(KV_PARAMS)
+            found.kv, found.source = http.value(KV_PARAMS), Source.BODY
+            header = server.settings.params_header
+            if found.kv is None and header is not None:
+                found.kv, found.source = http.header_value(header), Source.HEADER
         except Unreadable:
-            unreadable = True
+            found.unreadable = True
+        if found.kv is None:
+            found.source = Source.NONE
     if extra_args.get(EC_PARAMS) is None:
         try:
-            ec = http.value(EC_PARAMS)
+            found.ec = http.value(EC_PARAMS)
         except Unreadable:
-            ec = None  # the encoder cache is recomputed; nothing of ours screens it
-    return kv, ec, asked, unreadable
+            found.ec = None  # the encoder cache is recomputed; nothing of ours screens it
+    return found
+
+
+def _mark(http: HttpRequest) -> str:
+    """What a trusted router mark says: `local` on purpose, `tried`, or nothing."""
+    found = ""
+    for spec in server.settings.trusted_router_marks:
+        name, _, meaning = spec.partition("=")
+        kind, colon, header = name.partition(":")
+        there = http.header(header.lower()) is not None if colon and kind == "header" else http.has_key(name)
+        if there and meaning == "local":
+            return "local"
+        found = "tried" if there else found
+    return found

@@ -42,16 +42,18 @@ class HttpRequest:
         endpoint: its route.
         owner: id of the engine request that has this request's hand-off; `""` until there is one.
         handed: the owner has params, from wherever.
+        mark: what a trusted router mark says, `tried` or `local`; else empty.
         siblings: how many further engine requests it made.
         reply: watches the response of a request that asked for a hand-off; None for all others.
     """
 
-    __slots__ = ("_chunks", "_fields", "_headers", "endpoint", "handed", "owner", "reply", "siblings")
+    __slots__ = ("_chunks", "_fields", "_headers", "endpoint", "handed", "mark", "owner", "reply", "siblings")
 
     def __init__(self, scope: Scope) -> None:
         self.endpoint = endpoint_of(scope)
         self.owner = ""
         self.handed = False
+        self.mark = ""
         self.siblings = 0
         self.reply: Reply | None = None
         self._headers: list[tuple[bytes, bytes]] = scope.get("headers") or []
@@ -92,16 +94,16 @@ class HttpRequest:
             Unreadable: larger than `PARAMS_BYTES_LIMIT`, nested too deep, or with integers past 64 bit.
         """
         raw = self._parsed(name).get(name)
-        if raw is None:
-            return None
-        if len(bytes(raw)) > PARAMS_BYTES_LIMIT:
-            raise Unreadable(name)
-        try:
-            value = msgspec.json.decode(raw)
-            msgspec.msgpack.encode(value)  # as vLLM will, where it can't be caught for one request
-        except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError) as error:
-            raise Unreadable(name) from error
-        return value
+        return None if raw is None else _value(name, bytes(raw))
+
+    def header_value(self, name: str) -> Any:
+        """The JSON value of a header; None if there is none.
+
+        Raises:
+            Unreadable: no JSON, or as for `value`.
+        """
+        raw = self.header(name.lower())
+        return None if raw is None else _value(name, raw)
 
     def _parsed(self, name: str) -> dict[str, msgspec.Raw]:
         """The body's top-level fields, if the key's bytes are there at all."""
@@ -138,6 +140,17 @@ class Reply:
         self._found = self._HANDOFF.search(seen) is not None
         self._tail = seen[-self._OVERLAP :]
         return not self._found and not message.get("more_body", False)
+
+
+def _value(name: str, raw: bytes) -> Any:
+    if len(raw) > PARAMS_BYTES_LIMIT:
+        raise Unreadable(name)
+    try:
+        value = msgspec.json.decode(raw)
+        msgspec.msgpack.encode(value)  # as vLLM will, where it can't be caught for one request
+    except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError) as error:
+        raise Unreadable(name) from error
+    return value
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:

@@ -67,10 +67,9 @@ class ShimStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's class is unty
         if self.inner is not None and not self.inner.is_empty():
             reduced.update(self.inner.reduce())
         for outcome in (Outcome.REMOTE, Outcome.PARTIAL, Outcome.LOCAL_PREFILL, Outcome.FAILED):
-            reduced[f"Shim {outcome}"] = sum(
-                count
-                for name, count in self.ours["counters"].items()
-                if name.startswith(f"requests|{outcome}|")
+            counters = self.ours["counters"].items()
+            reduced[f"Requests {outcome}"] = sum(
+                count for name, count in counters if name.startswith(f"requests|{outcome}|")
             )
         return reduced
 

@@ -1,4 +1,4 @@
-"""Never worse than without: a fault of ours in any hook fails no request, and the inner is called exactly once."""
+"""Never worse than without: a fault of ours fails no request, and the inner is called exactly once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shim.telemetry.tally import Tally
 HERE = f"{__name__}:Recording"
 
 
-class Boom(RuntimeError):
+class Boom(RuntimeError):  # noqa: N818  # it is thrown, not reported
     """Thrown on purpose."""
 
 

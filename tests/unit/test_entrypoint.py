@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from shim.config import read_settings
 from shim.connector.recover import NOTHING_ATTACHED, Attached, put_params, read_attached
-from shim.entrypoint.handoff import attach
+from shim.entrypoint.handoff import attach, server
 from shim.entrypoint.middleware import (
     PARAMS_BYTES_LIMIT,
     Reply,
@@ -132,9 +133,10 @@ def test_only_the_first_engine_request_gets_the_handoff() -> None:
         (None, 2, HandoffReason.N_GT_1),
     ]
     prompts = [EngineRequest(f"cmpl-1-{i}-x", external_req_id=f"cmpl-1-{i}") for i in range(2)]
+    again = copy.deepcopy(prompts)
     _, other = serve(body(kv_transfer_params=HANDOFF), *prompts, path="/v1/completions")
     assert (other.sibling, other.siblings) == (1, HandoffReason.PROMPT_LIST)
-    _, step = serve(body(kv_transfer_params=HANDOFF), *copy.deepcopy(prompts), path="/v1/chat/completions")
+    _, step = serve(body(kv_transfer_params=HANDOFF), *again, path="/v1/chat/completions")
     assert (step.sibling, step.siblings) == (1, HandoffReason.NONE)
 
 
@@ -291,7 +293,7 @@ def test_metadata_survives_the_wire() -> None:
 
 
 def test_params_are_put_in_both_places() -> None:
-    """LMCache reads `sampling_params.extra_args`, NIXL `request.kv_transfer_params`: both agree, ours is gone."""
+    """LMCache reads `extra_args`, NIXL `request.kv_transfer_params`: both agree, and ours is gone."""
 
     @dataclass
     class Request:
@@ -341,3 +343,41 @@ def test_a_refused_reply_owes_no_handoff() -> None:
     reply = Reply()
     reply.lacks_handoff({"type": "http.response.start", "status": 400})
     assert not reply.lacks_handoff({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make these the server's settings."""
+
+    def use(**section: Any) -> None:
+        monkeypatch.setattr(server, "settings", read_settings({"shim": section}))
+
+    return use
+
+
+def test_a_header_is_no_source_unless_opted_in(settings: Any) -> None:
+    """Any client can send a header: only a named one, with an allow-list, and only where the body has none."""
+    headers = {"x-kv-params": json.dumps(HANDOFF)}
+    [attached] = serve(body(), EngineRequest("a"), headers=headers)
+    assert (attached.kv, attached.source) == (None, Source.NONE)
+    settings(params_header="X-KV-Params", allow_peers=["10.0.0.0/8"])
+    [attached] = serve(body(), EngineRequest("a"), headers=headers)
+    assert (attached.kv, attached.source) == (HANDOFF, Source.HEADER)
+    [attached] = serve(body(kv_transfer_params={"b": 1}), EngineRequest("a"), headers=headers)
+    assert (attached.kv, attached.source) == ({"b": 1}, Source.BODY)
+    [attached] = serve(body(), EngineRequest("a"), headers={"x-kv-params": "{"})
+    assert (attached.kv, attached.source, attached.unreadable) == (None, Source.NONE, True)
+
+
+def test_router_marks_count_only_if_trusted(settings: Any) -> None:
+    """llm-d #1461: a router's header without params says that it tried; another may say local on purpose."""
+    headers = {"x-prefiller-host-port": "10.0.0.1:8000"}
+    [attached] = serve(body(), EngineRequest("a"), headers=headers)
+    assert attached.mark == ""
+    settings(trusted_router_marks=["header:X-Prefiller-Host-Port", "kept_local=local"])
+    [attached] = serve(body(), EngineRequest("a"), headers=headers)
+    assert attached.mark == "tried"
+    [attached] = serve(body(kept_local=True), EngineRequest("a"), headers=headers)
+    assert attached.mark == "local"
+    first, second = serve(body(), EngineRequest("a"), EngineRequest("b"), headers=headers)
+    assert (first.mark, second.mark) == ("tried", "tried")
