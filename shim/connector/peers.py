@@ -65,7 +65,9 @@ def parse_host(text: str) -> Host | None:
 
 def host_problem(value: object) -> str:
     """What was wanted, if this is no host; else `""`."""
-    return "" if type(value) is str and parse_host(value) is not None else _HOST_WANTED
+    # The length first: a cache's look-up hashes all of a string.
+    good = type(value) is str and len(value) <= _MAX_HOST and parse_host(value) is not None
+    return "" if good else _HOST_WANTED
 
 
 @lru_cache(maxsize=1024)
@@ -87,7 +89,8 @@ def parse_url(text: str) -> tuple[str, int] | None:
 
 def url_problem(value: object) -> str:
     """What was wanted, if this is no peer's URL; else `""`."""
-    return "" if type(value) is str and parse_url(value) is not None else _URL_WANTED
+    good = type(value) is str and len(value) <= MAX_URL and parse_url(value) is not None
+    return "" if good else _URL_WANTED
 
 
 @dataclass(frozen=True, slots=True)
