@@ -93,11 +93,6 @@ class Ledger:
         """Requests whose load is in flight, oldest first."""
         return self._loads.keys()
 
-    def booked(self, request_id: str) -> int | None:
-        """How far a request's KV reaches, in prompt tokens, once its load in flight is whole; else None."""
-        entry = self._entries.get(request_id)
-        return None if entry is None or entry.load_at is None else entry.local + entry.expected
-
     # -- one request's way in
 
     def admitted(self, request_id: str, prompt_tokens: int, facts: Facts) -> None:
@@ -226,24 +221,40 @@ class Ledger:
         self._close_load(request_id, entry)
         if entry.judged is None and not entry.failed and entry.position >= entry.prompt:
             self._judge(request_id, entry)
+        # vLLM has the last token of a whole prompt computed once more (_update_waiting_for_remote_kv).
+        entry.position = min(entry.position, entry.prompt - 1)
 
-    def load_failed(self, request_id: str, valid_tokens: int) -> None:
-        """Of the load in flight only the KV up to position `valid_tokens` is right; may repeat."""
+    def load_failed(self, request_id: str, valid_tokens: int) -> bool:
+        """Only the KV up to position `valid_tokens` is right; may repeat.
+
+        The load that failed may be another request's, whose blocks this one shares.
+
+        Returns:
+            Whether the request was set back by it.
+        """
         entry = self._entries.get(request_id)
-        if entry is None or entry.load_at is None:
-            return
+        if entry is None or valid_tokens >= min(entry.position, entry.prompt):
+            return False
         self._fail(request_id, entry, valid_tokens)
+        return True
 
     # -- the end
 
     def finished(
-        self, request_id: str, how: Ending, *, handoff: HandoffReason | None = None, pinned: bool = True
+        self,
+        request_id: str,
+        how: Ending,
+        *,
+        by_load: bool = False,
+        handoff: HandoffReason | None = None,
+        pinned: bool = True,
     ) -> None:
         """A request ended; its account is closed and forgotten.
 
         Args:
             request_id: the engine's id.
             how: how it ended.
+            by_load: whether an error is that of a load.
             handoff: None = none was due; `NONE` = issued; else why it is missing.
             pinned: whether the connector keeps the blocks of an issued one until it is read or expires.
         """
@@ -256,7 +267,7 @@ class Ledger:
         outcome: tuple[Outcome, Reason] | None = None
         if how is Ending.ERROR:
             # Nothing else ends a waiting request with an error (scheduler.py, `failed_kv_load_req_ids`).
-            by_load = entry.load_at is not None and (entry.asynchronous or entry.failed)
+            by_load = by_load or (entry.load_at is not None and entry.asynchronous)
             outcome = Outcome.FAILED, Reason.LOAD_FAILED if by_load else Reason.OTHER
             if by_load:
                 self._fail(request_id, entry, 0)
@@ -334,6 +345,7 @@ class Ledger:
             loaded_tokens=entry.loaded,
             started_at=self._clock() if started_at is None else started_at,
             ended_at=self._clock(),
+            prompt_tokens=entry.prompt,
         )
         held, entry.held = entry.held, 0
         if held:

@@ -85,9 +85,7 @@ class Observe:
                 count = counts.get(request_id)
                 if count:
                     request = self._requests[request_id][0]
-                    ledger.scheduled(
-                        request_id, request.num_computed_tokens, count, request.num_prompt_tokens
-                    )
+                    ledger.scheduled(request_id, request.num_computed_tokens, count, request.num_prompt_tokens)
         ledger.step_scheduled()
 
     def output(self, connector_output: Any) -> None:
@@ -96,10 +94,10 @@ class Observe:
         # Delete the default when 0.28 is dropped.
         for request_id in getattr(connector_output, "failed_recving", None) or ():
             if request_id in self._requests:
-                ledger.load_failed(request_id, self._requests[request_id][0].num_computed_tokens)
-        if connector_output.invalid_block_ids:
-            for request_id in tuple(ledger.loading_ids):
-                self._cut_short(request_id)
+                self._set_back(request_id)
+        if connector_output.invalid_block_ids:  # rare, and vLLM has just walked all running requests' blocks
+            for request_id in self._requests:
+                self._set_back(request_id)
         for request_id in connector_output.finished_recving or ():
             ledger.loaded(request_id)
         for request_id in connector_output.finished_sending or ():
@@ -115,25 +113,25 @@ class Observe:
         self._known(request)
         request_id = request.request_id
         how = _ENDINGS.get(request.status.name, Ending.ABORTED)
-        if how is Ending.ERROR:
-            self._cut_short(request_id)
+        by_load = how is Ending.ERROR and self._set_back(request_id)
         _, facts = self._requests.pop(request_id)
         pinned, params = answer
         issued = bool(params) or (pinned and self._silent)
         handoff = self._handoff(request, facts, how, issued=issued)
-        self._ledger.finished(request_id, how, handoff=handoff, pinned=pinned)
+        self._ledger.finished(request_id, how, by_load=by_load, handoff=handoff, pinned=pinned)
 
     def _known(self, request: Any) -> None:
         """Admit a request whose admission was lost to a fault of the shim; every request gets a verdict."""
         if request.request_id not in self._requests:
             self.admitted(request, Facts(reason=Reason.SHIM_ERROR))
 
-    def _cut_short(self, request_id: str) -> None:
-        """Note a load that failed: the scheduler then sets the request back into what was booked."""
-        booked = self._ledger.booked(request_id)
-        computed = self._requests[request_id][0].num_computed_tokens
-        if booked is not None and computed < booked:
-            self._ledger.load_failed(request_id, computed)
+    def _set_back(self, request_id: str) -> bool:
+        """Whether the scheduler set a request back behind KV that a failed load did not bring."""
+        request = self._requests[request_id][0]
+        # A preemption sets back as well, and is told when the next step is built.
+        if request.status.name == "PREEMPTED":
+            return False
+        return self._ledger.load_failed(request_id, request.num_computed_tokens)
 
     def _handoff(self, request: Any, facts: Facts, how: Ending, *, issued: bool) -> HandoffReason | None:
         """Why a prefill request came without a hand-off; `NONE` = it came with one, None = none was due."""
@@ -141,9 +139,7 @@ class Observe:
             return None
         if how is Ending.ERROR:
             return HandoffReason.ERROR
-        if (
-            how is Ending.ABORTED
-        ):  # vLLM then drops what the connector returned (scheduler.py, finish_requests)
+        if how is Ending.ABORTED:  # vLLM then drops what the connector returned (scheduler.py, finish_requests)
             return HandoffReason.ABORTED
         if issued:
             return HandoffReason.NONE

@@ -65,6 +65,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Bench:
+    """A ledger with the usual granule."""
     return Bench()
 
 
@@ -238,16 +239,33 @@ def test_a_load_that_fails_ends_the_request_under_fail(bench: Bench, asynchronou
     bench.admit(LOAD)
     bench.match(90, asynchronous=asynchronous)
     bench.ledger.allocated("a", 90)
+    by_load = False
     if not asynchronous:
         bench.build(90, 10)
-        bench.ledger.load_failed("a", 0)
-    bench.ledger.finished("a", Ending.ERROR)
+        by_load = bench.ledger.load_failed("a", 0)
+        assert by_load
+    bench.ledger.finished("a", Ending.ERROR, by_load=by_load)
     bench.ledger.loaded("a")
     bench.ledger.step_done()
     assert bench.verdicts == [("failed", "load_failed")]
     assert [load.result for load in bench.seen.loads] == ["failed"]
     assert bench.tokens == ({} if asynchronous else {("fault", "load_failed"): 10})
     assert len(bench.ledger) == 0
+
+
+def test_a_request_that_shares_blocks_of_anothers_failed_load_is_set_back(bench: Bench) -> None:
+    """It has no load of its own; what it computed on top counts, and so does computing it again."""
+    bench.admit(LOAD)
+    bench.match(0, local=96)
+    bench.ledger.allocated("a", 0)
+    bench.build(96, 4)
+    assert bench.ledger.load_failed("a", 32)
+    assert not bench.ledger.load_failed("a", 32)
+    bench.ledger.step_done()
+    assert bench.verdicts == []
+    bench.step(32, 68)
+    assert bench.verdicts == [("local_prefill", "load_failed")]
+    assert bench.tokens == {("intended", "local_cache"): 4, ("fault", "load_failed"): 68}
 
 
 def test_an_error_of_another_kind_is_not_blamed_on_the_load(bench: Bench) -> None:
@@ -557,7 +575,11 @@ def test_a_million_requests_leave_memory_flat() -> None:
     """Nothing stays of a request that is gone, in any of the ledger's containers."""
     ledger = Ledger([Deaf()], backoff=1, granule=16)
     for number in range(1_000_000):
-        _live(ledger, number)
+        if number % 20:
+            ledger.admitted(f"request-{number}", 100, LOAD)
+            ledger.finished(f"request-{number}", Ending.ABORTED)
+        else:
+            _live(ledger, number)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

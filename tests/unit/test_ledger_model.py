@@ -49,7 +49,7 @@ class Modelled:
     pending: set[int] = field(default_factory=set)
 
 
-def expected(request: Modelled) -> tuple[Outcome, Reason]:
+def expected(request: Modelled) -> tuple[Outcome, Reason]:  # noqa: PLR0911  # a table reads best flat
     """TELEMETRY.md's verdict for a prompt that is complete and was never preempted."""
     facts, rest = request.facts, request.prompt - (request.start or 0)
     if facts.ask is Ask.HANDOFF:
