@@ -48,7 +48,14 @@ def resolve(config: Any) -> None:
         config.kv_connector_extra_config = {SECTION: {}, **config.kv_connector_extra_config}
     if config.kv_connector == MULTI:
         children = config.kv_connector_extra_config.get("connectors")
-        if isinstance(children, list) and any(map(_is_our_entry, children)):
+        ours = [child for child in children if _is_our_entry(child)] if isinstance(children, list) else []
+        if len(ours) > 1 and not _is_ours(name, path):
+            msg = (
+                f"MultiConnector: found {len(ours)} entries wrapped by the shim, wanted one ledger a server; set "
+                f'kv_connector to "{SECTION}" with {{"{SECTION}": {{"connector": "{MULTI}"}}}} instead'
+            )
+            raise SettingsError(msg)
+        if ours:
             # A new dict: the one the user handed in may serve another config too.
             config.kv_connector_extra_config = {
                 **config.kv_connector_extra_config,

@@ -6,6 +6,7 @@ the shim may replace is `get_num_new_matched_tokens`, by "nothing", for a reques
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,24 @@ from shim.telemetry.prometheus import ShimPromMetrics
 from shim.telemetry.stats import ShimStats, split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from shim.connector.scheduler_half import SchedulerHalf
 
 _inside: ContextVar[bool] = ContextVar("kv_shim_inside", default=False)
-"""Whether a wrapped connector is being built: MultiConnector builds its children then, and the outer keeps
-the ledger."""
+
+
+@contextmanager
+def _building() -> Iterator[bool]:
+    """Whether the wrapped connector being built is the outermost one.
+
+    MultiConnector builds its children while it is built itself; the outer one keeps ledger and metrics.
+    """
+    token = _inside.set(True)
+    try:
+        yield token.old_value is not True
+    finally:
+        _inside.reset(token)
 
 
 class ShimMixin:
@@ -31,12 +43,8 @@ class ShimMixin:
     _half: SchedulerHalf | None = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        outermost = not _inside.get()
-        token = _inside.set(True)
-        try:
+        with _building() as outermost:
             super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
-        finally:
-            _inside.reset(token)
         if outermost and role == KVConnectorRole.SCHEDULER:
             self._half = build_half(vllm_config, kv_cache_config)
 
@@ -158,11 +166,13 @@ class ShimMixin:
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ShimPromMetrics:
         """The inner's Prometheus metrics with the shim's beside them."""
-        inner = super().build_prom_metrics(  # type: ignore[misc]
-            vllm_config, metric_types, labelnames, per_engine_labelvalues
-        )
+        with _building() as outermost:
+            inner = super().build_prom_metrics(  # type: ignore[misc]
+                vllm_config, metric_types, labelnames, per_engine_labelvalues
+            )
+        info = info_labels(vllm_config) if outermost else None
         return ShimPromMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, inner, info_labels(vllm_config)
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, inner=inner, info=info
         )
 
     def _inner_failed(self) -> None:

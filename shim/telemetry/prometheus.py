@@ -32,7 +32,12 @@ _DROPPED = key(catalog.STATS_DROPPED)
 
 
 class ShimPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM's class is untyped to mypy
-    """The shim's series beside the inner connector's own."""
+    """The shim's series beside the inner connector's own.
+
+    Args:
+        inner: the inner connector's metrics, None if it has none.
+        info: the labels of `kv_shim_info`; None for a wrapped child of a wrapped parent, which has the series.
+    """
 
     def __init__(  # vLLM's signature, and what is ours
         self,
@@ -40,13 +45,16 @@ class ShimPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM's c
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
+        *,
         inner: Any,
-        info: Mapping[str, str],
+        info: Mapping[str, str] | None,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._inner = inner
         self._series: dict[int, dict[str, Any]] = {}
         self._highest: dict[tuple[int, str], float] = {}
+        if info is None:
+            return
         try:
             self._create(metric_types, labelnames, per_engine_labelvalues, info)
         except Exception:
@@ -89,19 +97,20 @@ class ShimPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM's c
             for value in values:
                 dropped += _try(series.get(name), "observe", value)
         for name, value in ours["gauges"].items():
-            if self._is_news(engine, name, value):
-                dropped += _try(series.get(name), "set", value)
+            gauge = series.get(name)
+            latest = name in KEYS and KEYS[name][0].latest
+            dropped += _try(gauge, "set", value) if latest else self._raise(gauge, (engine, name), value)
         if dropped and _DROPPED in series:
             series[_DROPPED].inc(dropped)
 
-    def _is_news(self, engine: int, name: str, value: float) -> bool:
-        """Payloads may arrive out of order: of a gauge whose largest value counts, only growth is news."""
-        if name not in KEYS or KEYS[name][0].latest:
-            return True
-        if value <= self._highest.get((engine, name), 0.0):
-            return False
-        self._highest[engine, name] = value
-        return True
+    def _raise(self, gauge: Any, name: tuple[int, str], value: Any) -> int:
+        """Set a gauge whose largest value counts: payloads may arrive out of order, so only growth is news."""
+        if not isinstance(value, int | float):
+            return 1
+        if value <= self._highest.get(name, 0.0):
+            return 0
+        self._highest[name] = value
+        return _try(gauge, "set", value)
 
 
 def _family(metric: Metric, kind: Any, labelnames: list[str]) -> Any:

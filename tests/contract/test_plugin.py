@@ -117,6 +117,15 @@ def test_children_of_a_multi_connector_are_wrapped_one_by_one() -> None:
     assert plugin.uses_shim(made)
 
 
+def test_two_ledgers_on_one_server_are_refused() -> None:
+    """Two wrapped children would count every request twice; wrapping the parent counts it once."""
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("shim", "shim")]
+    with pytest.raises(ValueError, match="wanted one ledger a server"):
+        config("MultiConnector", kv_connector_extra_config={"connectors": children})
+    around = {"shim": {"connector": "MultiConnector"}, "connectors": children}
+    assert config(kv_connector_extra_config=around).kv_connector == "MultiConnector"
+
+
 @pytest.mark.parametrize(
     ("connector", "bare"),
     [
