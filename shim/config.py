@@ -68,7 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     connector: Annotated[str, Meta(min_length=1)] = "NixlConnector"
     expect_remote: Literal["always", "never", "auto"] | None = None
     trusted_router_marks: tuple[Annotated[str, Meta(min_length=1, max_length=128)], ...] = ()
-    params_header: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
+    params_header: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}\Z")] | None = None
     normalize_prefill: bool = False
     allow_peers: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] = ()
     peer_max_tp: Annotated[int, Meta(ge=1)] = 64

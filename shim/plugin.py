@@ -51,7 +51,7 @@ def resolve(config: Any) -> None:
         ours = [child for child in children if _is_our_entry(child)] if isinstance(children, list) else []
         if len(ours) > 1 and not _is_ours(name, path):
             msg = (
-                f"MultiConnector: found {len(ours)} entries wrapped by the shim, wanted one ledger a server; set "
+                f"{MULTI}: found {len(ours)} entries wrapped by the shim, wanted one ledger a server; set "
                 f'kv_connector to "{SECTION}" with {{"{SECTION}": {{"connector": "{MULTI}"}}}} instead'
             )
             raise SettingsError(msg)

@@ -33,8 +33,8 @@ MAX_TOKENS: Final = 2**31 - 1
 _DIGEST_BYTES: Final = 16
 _HEX = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
 
-_Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * _DIGEST_BYTES}}}$")]
-_Traceparent = Annotated[str, Meta(pattern=r"^(|00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})$")]
+_Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * _DIGEST_BYTES}}}\Z")]
+_Traceparent = Annotated[str, Meta(pattern=r"^(|00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})\Z")]
 _Time = Annotated[float, Meta(ge=0, le=1e12)]
 
 

@@ -22,7 +22,6 @@ class Admitted:
 
     facts: Facts
     local: bool
-    detail: str = ""
 
 
 class Admission:
@@ -70,7 +69,6 @@ class Admission:
             facts=self._facts(screened, attached, source, reason),
             local=screened.tell
             or (self._guard.profile.loads_unasked is not None and screened.ask is not Ask.LOAD),
-            detail=screened.detail,
         )
 
     def _reason(self, screened: Screened, attached: Attached, *, given: bool) -> Reason:
@@ -105,6 +103,7 @@ class Admission:
             peer_request_id=screened.peer_request_id,
             streamed=attached.streamed,
             siblings=attached.siblings,
+            detail=screened.detail,
         )
 
 

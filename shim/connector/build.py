@@ -14,6 +14,9 @@ from shim.connector.observe import Observe
 from shim.connector.profiles import profile_for
 from shim.connector.scheduler_half import SchedulerHalf
 from shim.ledger import Ledger
+from shim.telemetry.log import LogObserver
+from shim.telemetry.sinks import Sinks
+from shim.telemetry.spans import SpanObserver
 from shim.telemetry.tally import Tally
 
 
@@ -37,7 +40,12 @@ def build_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHalf:
         engine_id=config.engine_id,
     )
     tally = Tally()
-    ledger = Ledger([tally], backoff=profile.back_off, granule=block_size)
+    model = vllm_config.model_config.served_model_name if vllm_config.model_config else ""
+    others = (
+        LogObserver(config.kv_connector),
+        SpanObserver(config.kv_connector, config.kv_role, model),
+    )
+    ledger = Ledger([Sinks(tally, others)], backoff=profile.back_off, granule=block_size)
     admission = Admission(guard, settings.expectation(config.kv_role), producer=config.kv_role == "kv_producer")
     return SchedulerHalf(admission, Observe(ledger), tally)
 

@@ -19,7 +19,7 @@ KV_PARAMS = "kv_transfer_params"
 EC_PARAMS = "ec_transfer_params"
 
 _Short = Annotated[str, Meta(max_length=512)]
-_Traceparent = Annotated[str, Meta(pattern=r"^(|00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})$")]
+_Traceparent = Annotated[str, Meta(pattern=r"^(|00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})\Z")]
 
 
 class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     unreadable: bool = False
     sibling: Annotated[int, Meta(ge=0)] = 0
     siblings: HandoffReason = HandoffReason.NONE
-    mark: Annotated[str, Meta(pattern=r"^(|tried|local)$")] = ""
+    mark: Annotated[str, Meta(pattern=r"^(|tried|local)\Z")] = ""
     traceparent: _Traceparent = ""
     tracestate: _Short = ""
     external_id: _Short = ""

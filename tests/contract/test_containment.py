@@ -21,6 +21,8 @@ from shim import plugin
 from shim.connector import wrap
 from shim.connector.admission import Admission
 from shim.connector.observe import Observe
+from shim.telemetry.log import LogObserver
+from shim.telemetry.spans import SpanObserver
 from shim.telemetry.tally import Tally
 
 HERE = f"{__name__}:Recording"
@@ -196,6 +198,8 @@ def test_a_sink_that_fails_fails_nothing(connector: Any, name: str, monkeypatch:
         raise Boom
 
     monkeypatch.setattr(Tally, name, flaky)
+    monkeypatch.setattr(LogObserver, "verdict", boom)
+    monkeypatch.setattr(SpanObserver, "load_ended", boom)
     one = request()
     for hook, (args, answer) in hooks(one).items():
         if hook in {"get_kv_connector_stats", "request_finished"}:

@@ -273,6 +273,8 @@ def test_an_engine_request_without_http_is_told_apart() -> None:
         "x",
         {"endpoint": "/etc/passwd"},
         {"traceparent": "00-\r\n"},
+        {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01\n"},
+        {"mark": "tried\n"},
         {"external_id": "x" * 10_000},
         {"unknown": 1},
         {"sibling": -1},
