@@ -1,0 +1,106 @@
+"""Run every layer in its environment and end with one line that sums them up; `make test` calls it.
+
+`python3 tests/run_all.py .envs`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORTS = ROOT / ".cache" / "junit"
+OLD, NEW = "0.28.0", "0.32.0"
+RUNS = (
+    ("unit", NEW),
+    ("contract", OLD),
+    ("contract", NEW),
+    ("e2e", OLD),
+    ("e2e", NEW),
+)
+CHECKS = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("mypy",),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run gave; a run that broke off counts as one failure."""
+
+    name: str
+    seconds: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return f"{self.name}: {self.passed} passed, {self.failed} failed{skipped} in {self.seconds:.0f} s"
+
+
+def check(envs: Path, command: tuple[str, ...]) -> Result:
+    """One of the checks of style and types, in the newer environment."""
+    tool, *arguments = command
+    name = " ".join(command)
+    code, seconds = run(name, [str(envs / f"vllm-{NEW}" / "bin" / tool), *arguments])
+    return Result(name, seconds, passed=int(code == 0), failed=int(code != 0))
+
+
+def layer(envs: Path, folder: str, version: str) -> Result:
+    """One folder of tests with one vLLM, counted from pytest's own report."""
+    name = f"{folder} (vLLM {version})"
+    report = REPORTS / f"{folder}-{version}.xml"
+    report.unlink(missing_ok=True)
+    python = str(envs / f"vllm-{version}" / "bin" / "python")
+    code, seconds = run(name, [python, "-m", "pytest", "-q", f"tests/{folder}", f"--junitxml={report}"])
+    if not report.exists():
+        return Result(name, seconds, failed=1)
+    suite = ET.parse(report).getroot().find("testsuite")
+    tests, failures, errors, skipped = (
+        int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")
+    )
+    failed = failures + errors
+    # A run without tests, or one that pytest itself ended, is no success.
+    if code and not failed:
+        failed = 1
+    return Result(name, seconds, max(tests - failures - errors - skipped, 0), failed, skipped)
+
+
+def say(line: str) -> None:
+    """Print a line now, in order with what the runs print."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def run(name: str, command: list[str]) -> tuple[int, float]:
+    """Run a command in this clone, with this clone's shim wherever the environments live."""
+    say(f"\n== {name}")
+    began = time.monotonic()
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
+    code = subprocess.call(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+    return code, time.monotonic() - began
+
+
+def main(envs: Path) -> int:
+    """Run it all."""
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    results = [check(envs, command) for command in CHECKS]
+    results += [layer(envs, folder, version) for folder, version in RUNS]
+    say("\n== all")
+    for result in results:
+        say(str(result))
+    failed = sum(result.failed for result in results)
+    say(f"{sum(result.passed for result in results)} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).absolute()))
