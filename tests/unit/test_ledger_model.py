@@ -158,7 +158,7 @@ class Scheduling(RuleBasedStateMachine):
             request.state = "waiting"
             return
         request.position = min(request.position, request.prompt - 1)
-        request.state = "running"
+        request.state, request.step = "running", self.built
         self.ledger.allocated(request_id, 0)
 
     def _fail(self, request: Modelled, valid: int) -> None:
