@@ -31,7 +31,7 @@ class Script:
 
 
 class ScriptedConnector(KVConnectorBase_V1):
-    """Answers by `scripts`; keeps the blocks it was given, for tests to report loads and failures on."""
+    """Answers by `scripts`; keeps the blocks it is to load, for tests to report their ends and failures."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -39,6 +39,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.loading: dict[str, list[int]] = {}  # asynchronous loads in flight, with their blocks
         self.beside: dict[str, list[int]] = {}  # synchronous loads of the step that is being built
         self.sending: set[str] = set()
+        self.local: dict[str, int] = {}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         script = self.scripts.get(request.request_id, Script())
@@ -46,6 +47,7 @@ class ScriptedConnector(KVConnectorBase_V1):
             script.undecided -= 1
             return None, script.asynchronous
         most = request.num_prompt_tokens if script.asynchronous else request.num_prompt_tokens - 1
+        self.local[request.request_id] = num_computed_tokens
         found = max(0, min(script.offer, most) - num_computed_tokens)
         return found, script.asynchronous and found > 0
 
@@ -54,8 +56,10 @@ class ScriptedConnector(KVConnectorBase_V1):
             return
         script = self.scripts[request.request_id]
         (ids,) = blocks.get_block_ids()
-        covered = -(-request.num_prompt_tokens // self._vllm_config.cache_config.block_size)
-        (self.loading if script.asynchronous else self.beside)[request.request_id] = ids[:covered]
+        block = self._vllm_config.cache_config.block_size
+        local = self.local[request.request_id]
+        loaded = ids[local // block : -(-(local + num_external_tokens) // block)]
+        (self.loading if script.asynchronous else self.beside)[request.request_id] = loaded
         if script.forgetful:
             script.offer = 0
 
@@ -64,6 +68,7 @@ class ScriptedConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.beside.pop(request.request_id, None)
+        self.local.pop(request.request_id, None)
         script = self.scripts.pop(request.request_id, Script())
         if script.pins:
             self.sending.add(request.request_id)
