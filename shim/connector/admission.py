@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from shim.config import ExpectRemote
 from shim.connector.recover import Attached, copied, put_params, read_attached
+from shim.stamp import read_prompt
 from shim.verdict import Ask, Facts, HandoffReason, Reason, Source
 
 if TYPE_CHECKING:
     from shim.connector.guard import Guard, Screened
+    from shim.stamp import Prompt
+    from shim.telemetry.catalog import StampResult
 
 ABSENT = frozenset({Reason.PARAMS_MISSING, Reason.PARAMS_EMPTY, Reason.PARAMS_NOT_REMOTE})
 """Reasons that are a fault only where a hand-off was to be expected."""
@@ -18,10 +21,21 @@ ABSENT = frozenset({Reason.PARAMS_MISSING, Reason.PARAMS_EMPTY, Reason.PARAMS_NO
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request's facts, and whether the inner connector must be kept from loading for it."""
+    """What was decided about a request.
+
+    Attributes:
+        facts: for the ledger.
+        local: the inner connector must be kept from loading for it.
+        prompt: the digest that its hand-off's stamp is to carry, on prefill.
+        stamp: what checking its hand-off's stamp gave, on decode.
+        issued_at: when that hand-off was issued (Unix seconds; 0.0 = not known).
+    """
 
     facts: Facts
     local: bool
+    prompt: Prompt | None = None
+    stamp: StampResult | None = None
+    issued_at: float = 0.0
 
 
 class Admission:
@@ -53,6 +67,7 @@ class Admission:
         params, source = request.kv_transfer_params, Source.EXTRA_ARGS
         if params is None:
             params, source = attached.kv, attached.source
+        prompt = read_prompt(attached.stamp_k, attached.stamp_digest)
         screened = self._guard.screen(
             request.request_id,
             params,
@@ -60,6 +75,7 @@ class Admission:
             external_id=attached.external_id,
             # Children of `n > 1` and of prompt lists are told by the claim table: it knows who reads.
             sibling=attached.sibling > 0 and attached.siblings is HandoffReason.NONE,
+            prompt=prompt,
         )
         reason = self._reason(screened, attached, given=params is not None)
         put_params(request, screened.params, attached.ec)
@@ -67,9 +83,22 @@ class Admission:
             request.sampling_params = _ending_by_length(request.sampling_params)
         return Admitted(
             facts=self._facts(screened, attached, source, reason),
-            local=screened.tell
-            or (self._guard.profile.loads_unasked is not None and screened.ask is not Ask.LOAD),
+            local=screened.tell or (self._loads_unasked and screened.ask is not Ask.LOAD),
+            prompt=prompt if screened.ask is Ask.HANDOFF else None,
+            stamp=screened.stamp,
+            issued_at=screened.issued_at,
         )
+
+    def spent(self, request: Any) -> bool:
+        """Whether the inner already queued the load that `request`'s params ask for."""
+        return self._guard.spent(request.kv_transfer_params)
+
+    def finishing(self, request: Any) -> None:
+        """Take away, before the inner's finish hook, what it could not survive without an output token."""
+        params = request.kv_transfer_params
+        left = self._guard.for_finish(params, has_output=request.num_output_tokens > 0)
+        if left is not params:
+            put_params(request, left)
 
     def _reason(self, screened: Screened, attached: Attached, *, given: bool) -> Reason:
         if attached.unreadable:

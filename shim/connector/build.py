@@ -10,6 +10,8 @@ from shim import __version__
 from shim.config import ExpectRemote, read_settings
 from shim.connector.admission import Admission
 from shim.connector.guard import Guard
+from shim.connector.health import PeerHealth
+from shim.connector.issue import Issuer, lease_of
 from shim.connector.observe import Observe
 from shim.connector.profiles import profile_for
 from shim.connector.scheduler_half import SchedulerHalf
@@ -41,13 +43,13 @@ def build_half(vllm_config: Any, kv_cache_config: Any) -> SchedulerHalf:
     )
     tally = Tally()
     model = vllm_config.model_config.served_model_name if vllm_config.model_config else ""
-    others = (
-        LogObserver(config.kv_connector),
-        SpanObserver(config.kv_connector, config.kv_role, model),
-    )
+    spans = SpanObserver(config.kv_connector, config.kv_role, model)
+    others = (PeerHealth(guard.breakers, tally), LogObserver(config.kv_connector), spans)
     ledger = Ledger([Sinks(tally, others)], backoff=profile.back_off, granule=block_size)
     admission = Admission(guard, settings.expectation(config.kv_role), producer=config.kv_role == "kv_producer")
-    return SchedulerHalf(admission, Observe(ledger), tally)
+    lease = lease_of(config.kv_connector, config.kv_connector_extra_config)
+    issuer = Issuer(lease, spans.context_of)
+    return SchedulerHalf(admission, Observe(ledger), issuer, tally)
 
 
 def info_labels(vllm_config: Any, state: str = "active") -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The hooks that the shim overrides; everything else of a wrapped class is the inner connector's.
 
 Each hook calls the inner exactly once, and hands on its result or its exception unchanged; the one answer
-the shim may replace is `get_num_new_matched_tokens`, by "nothing", for a request that must prefill locally.
+the shim may replace is `get_num_new_matched_tokens`, by "nothing", for a request that must prefill locally,
+and it may add its stamp to a hand-off.
 """
 
 from __future__ import annotations
@@ -124,15 +125,13 @@ class ShimMixin:
     ) -> tuple[bool, dict[str, Any] | None]:
         half = self._half
         if half is not None:
-            half.admit_unseen(request)
+            half.finishing(request)
         try:
             answer = inner(request, block_ids)
         except Exception:
             self._inner_failed()
             raise
-        if half is not None:
-            half.finished(request, answer)
-        return answer
+        return answer if half is None else half.finished(request, answer)
 
     # Both sides.
 

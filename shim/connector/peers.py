@@ -246,7 +246,7 @@ class Breakers:
             on_transition: called at every change; may not raise.
         """
         self._clock = clock
-        self._on_transition = on_transition
+        self.on_transition = on_transition
         self._breakers: OrderedDict[PeerKey, _Breaker] = OrderedDict()
 
     def __len__(self) -> int:
@@ -325,5 +325,5 @@ class Breakers:
             self._tell(key, to.value)
 
     def _tell(self, key: PeerKey, to: str) -> None:
-        if self._on_transition is not None:
-            self._on_transition(key, to)
+        if self.on_transition is not None:
+            self.on_transition(key, to)

@@ -7,8 +7,10 @@ the shim would end every request on the server. Screening fails closed; everythi
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shim.connector.admission import Admitted
 from shim.connector.recover import put_params
 from shim.telemetry import catalog
 from shim.telemetry.catalog import Hook, key
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shim.connector.admission import Admission
+    from shim.connector.issue import Answer, Issuer
     from shim.connector.observe import Observe
     from shim.telemetry.tally import Payload, Tally
 
 T = TypeVar("T")
+AGE_LIMIT = 3600.0
+"""Seconds; an older hand-off's age is a clock's fault, not an age."""
 logger = logging.getLogger("vllm.kv_shim")
 
 
@@ -31,40 +36,39 @@ class SchedulerHalf:
     Args:
         admission: decides on a request's params.
         observe: turns hook calls into the ledger's events.
+        issuer: stamps hand-offs.
         tally: the metrics sink, which also counts faults.
     """
 
-    def __init__(self, admission: Admission, observe: Observe, tally: Tally) -> None:
+    def __init__(self, admission: Admission, observe: Observe, issuer: Issuer, tally: Tally) -> None:
         self._admission = admission
         self._observe = observe
+        self._issuer = issuer
         self.tally = tally
-        self._seen: set[str] = set()
-        self._local: set[str] = set()
+        self._live: dict[str, Admitted] = {}
 
     def admit(self, request: Any) -> None:
         """Settle what the inner connector may see of `request`; on any fault of ours, no params at all."""
         try:
             admitted = self._admission.admit(request)
-            facts = admitted.facts
-            if admitted.local:
-                self._local.add(request.request_id)
         except Exception:  # noqa: BLE001  # fails closed: see the module's docstring
             self._fault(Hook.SCREEN)
-            facts = Facts(reason=Reason.SHIM_ERROR)
+            admitted = Admitted(Facts(reason=Reason.SHIM_ERROR), local=True)
             self._contain(Hook.SCREEN, _take_params_away, request)
-        self._seen.add(request.request_id)
-        self._contain(Hook.ADMIT, self._admitted, request, facts)
+        self._live[request.request_id] = admitted
+        self._contain(Hook.ADMIT, self._admitted, request, admitted)
 
     def admit_unseen(self, request: Any) -> None:
         """Admit a request that a hook brings without `on_new_request` having been called for it."""
-        if request.request_id not in self._seen:
+        if request.request_id not in self._live:
             self.admit(request)
 
     def matched(
         self, request: Any, local_tokens: int, answer: tuple[int | None, bool]
     ) -> tuple[int | None, bool]:
         """The answer that the scheduler gets to `get_num_new_matched_tokens`."""
-        if request.request_id in self._local:
+        admitted = self._live.get(request.request_id)
+        if admitted is None or admitted.local or self._admission.spent(request):
             answer = (0, False)
         self._contain(Hook.MATCH, self._observe.matched, request, local_tokens, answer)
         return answer
@@ -81,13 +85,22 @@ class SchedulerHalf:
         """The workers reported loads and sends."""
         self._contain(Hook.OUTPUT, self._observe.output, connector_output)
 
-    def finished(self, request: Any, answer: tuple[bool, dict[str, Any] | None]) -> None:
-        """A request ended; keeps nothing of it. An inner whose one finish hook calls the other comes twice."""
-        if request.request_id not in self._seen:
-            return
+    def finishing(self, request: Any) -> None:
+        """Before the inner's finish hook: take away what it could not survive."""
+        self.admit_unseen(request)
+        self._contain(Hook.FINISH, self._admission.finishing, request)
+
+    def finished(self, request: Any, answer: Answer) -> Answer:
+        """A request ended; keeps nothing of it. Gives the inner's answer, with a stamp in its hand-off.
+
+        An inner whose one finish hook calls the other comes here twice.
+        """
+        admitted = self._live.pop(request.request_id, None)
+        if admitted is None:
+            return answer
         self._contain(Hook.FINISH, self._observe.finished, request, answer)
-        self._seen.discard(request.request_id)
-        self._local.discard(request.request_id)
+        stamped = self._contain(Hook.FINISH, self._issuer.stamped, answer, request.request_id, admitted.prompt)
+        return answer if stamped is None else stamped
 
     def take(self) -> Payload | None:
         """What the step that was just processed has to report."""
@@ -98,8 +111,14 @@ class SchedulerHalf:
         """The inner connector raised; its exception passes on, this only counts it."""
         self.tally.error(Hook.INNER)
 
-    def _admitted(self, request: Any, facts: Facts) -> None:
-        self.tally.add(key(catalog.PARAMS, facts.source, facts.endpoint))
+    def _admitted(self, request: Any, admitted: Admitted) -> None:
+        facts, tally = admitted.facts, self.tally
+        tally.add(key(catalog.PARAMS, facts.source, facts.endpoint))
+        if admitted.stamp is not None:
+            tally.add(key(catalog.STAMPS, admitted.stamp))
+        age = time.time() - admitted.issued_at
+        if admitted.issued_at and 0 <= age <= AGE_LIMIT:
+            tally.sample(key(catalog.HANDOFF_AGE_SECONDS), age)
         self._observe.admitted(request, facts)
 
     def _contain(self, hook: Hook, fn: Callable[..., T], *args: Any) -> T | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from shim import stamp
 from shim.config import Settings
 from shim.connector.recover import EC_PARAMS, KV_PARAMS, KV_SHIM, Attached, copied
 from shim.entrypoint.counters import count
@@ -47,8 +50,33 @@ def attach(engine_request: Any) -> None:
         return  # a client class that calls another's add_request_async
     http = current_request()
     attached = _describe(engine_request, before, http)
-    _note(engine_request, before.get(KV_PARAMS, attached.kv), http)
+    params = attached.kv if before.get(KV_PARAMS) is None else before[KV_PARAMS]
+    _note(engine_request, params, http)
+    prompt = _digest(engine_request, params)
+    if prompt is not None:
+        attached = msgspec.structs.replace(attached, stamp_k=prompt.k, stamp_digest=prompt.digest)
     engine_request.sampling_params = copied(sampling, {**before, KV_SHIM: attached})
+
+
+def _digest(engine_request: Any, params: Any) -> stamp.Prompt | None:
+    """The prompt's digest, for the stamp that prefill makes or decode checks; one pass, in this process."""
+    if not isinstance(params, dict) or getattr(engine_request, "prompt_embeds", None) is not None:
+        return None
+    tokens = engine_request.prompt_token_ids
+    if params.get("do_remote_decode") is True:
+        k = len(tokens or ())
+    elif (covered := stamp.covered(params.get(stamp.KEY))) is not None:
+        k = covered
+    else:
+        return None
+    lora = engine_request.lora_request
+    return stamp.digest(
+        tokens,
+        k,
+        multimodal=[(f.identifier, f.mm_position.offset) for f in engine_request.mm_features or ()],
+        lora="" if lora is None else lora.lora_name,
+        cache_salt=engine_request.cache_salt or "",
+    )
 
 
 def _note(engine_request: Any, params: Any, http: HttpRequest | None) -> None:

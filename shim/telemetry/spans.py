@@ -1,7 +1,8 @@
 """The spans sink: what became of a request's KV, in the caller's own trace.
 
-Each span is made when what it tells has ended, with explicit times, through the plain OpenTelemetry API; where
-it goes is `provider`'s to know. Nothing here blocks or reads a clock. Imports no vLLM.
+Each span has explicit times and, but for the hand-off's, whose context travels to decode, is made when what
+it tells has ended, through the plain OpenTelemetry API; where it goes is `provider`'s to know.
+Nothing here blocks or reads a clock. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from shim.telemetry.provider import Tracers
 from shim.telemetry.text import printable
-from shim.verdict import HandoffEnd, LoadResult, Outcome, Reason
+from shim.verdict import HandoffEnd, HandoffResult, LoadResult, Outcome, Reason
 
 if TYPE_CHECKING:
     from shim.verdict import Facts, Handoff, Load, TokenKind, Verdict
@@ -109,6 +110,7 @@ class SpanObserver:
             CONNECTOR: printable(connector),
             ROLE: printable(role),
         }
+        self._issued: dict[str, trace.Span] = {}  # as many as there are hand-offs in flight
 
     def verdict(self, verdict: Verdict) -> None:
         """One request got its verdict."""
@@ -130,7 +132,18 @@ class SpanObserver:
         """A span is made at its end."""
 
     def handoff(self, handoff: Handoff) -> None:
-        """A span is made at its end; what was never issued has none."""
+        """A prefill request finished; the span of a hand-off begins now, so that its context can travel."""
+        if handoff.result is HandoffResult.ISSUED:
+            self._tracers.send(self._issue, handoff, handoff.issued_at)
+
+    def context_of(self, request_id: str) -> str:
+        """The W3C traceparent of an issued hand-off's span, for the stamp; empty if nobody records."""
+        span = self._issued.get(request_id)
+        if span is None or not span.get_span_context().is_valid:
+            return ""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
+        return carrier.get("traceparent", "")
 
     def oldest(self, load_started_at: float, handoff_issued_at: float) -> None:
         """No span tells of others."""
@@ -170,10 +183,17 @@ class SpanObserver:
                 _fail(span, Reason.LOAD_FAILED)
         span.end(_nanoseconds(max(load.started_at, load.ended_at)))
 
+    def _issue(self, tracer: trace.Tracer, handoff: Handoff) -> None:
+        self._issued[handoff.request_id] = _start(
+            tracer, SpanName.HANDOFF, SpanKind.INTERNAL, handoff.facts, handoff.issued_at
+        )
+
     def _handoff(self, tracer: trace.Tracer, handoff: Handoff) -> None:
         ended_at = max(handoff.issued_at, handoff.ended_at or handoff.issued_at)
         expired = handoff.end is HandoffEnd.EXPIRED
-        span = _start(tracer, SpanName.HANDOFF, SpanKind.INTERNAL, handoff.facts, handoff.issued_at)
+        if handoff.request_id not in self._issued:  # issued before anybody recorded
+            self._issue(tracer, handoff)
+        span = self._issued.pop(handoff.request_id)
         if span.is_recording():
             span.set_attributes(
                 self._of_request(handoff.facts, handoff.request_id, handoff.prompt_tokens)

@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from shim import plugin
 from shim.connector import wrap
 from shim.connector.admission import Admission
+from shim.connector.issue import Issuer
 from shim.connector.observe import Observe
 from shim.telemetry.log import LogObserver
 from shim.telemetry.spans import SpanObserver
@@ -162,6 +163,8 @@ def test_each_hook_calls_the_inner_once_and_hands_on_its_answer(connector: Any, 
 
 EVERYTHING_OF_OURS = [
     (Admission, "admit"),
+    (Admission, "finishing"),
+    (Issuer, "stamped"),
     *[
         (Observe, name)
         for name in ("admitted", "matched", "allocated", "scheduled", "output", "finished", "step_done")
@@ -182,7 +185,8 @@ def test_when_all_of_the_shim_fails_the_inner_still_answers(
     if hook == "get_kv_connector_stats":
         assert got.ours["counters"] == {"errors|stats": 1}
         return
-    assert got == answer
+    # What could not be screened must not be loaded either.
+    assert got == ((0, False) if hook == "get_num_new_matched_tokens" else answer)
     assert sum(errors(connector).values()) >= 1
     assert "kv_transfer_params" not in caplog.text
 

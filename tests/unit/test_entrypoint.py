@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shim import stamp
 from shim.config import read_settings
 from shim.connector.recover import NOTHING_ATTACHED, Attached, put_params, read_attached
 from shim.entrypoint.handoff import attach, server
@@ -40,6 +41,10 @@ class EngineRequest:
     request_id: str
     sampling_params: Sampling | None = field(default_factory=Sampling)
     external_req_id: str | None = None
+    prompt_token_ids: list[int] | None = None
+    mm_features: Any = None
+    lora_request: Any = None
+    cache_salt: str | None = None
 
 
 def serve(
@@ -383,3 +388,20 @@ def test_router_marks_count_only_if_trusted(settings: Any) -> None:
     assert attached.mark == "local"
     first, second = serve(body(), EngineRequest("a"), EngineRequest("b"), headers=headers)
     assert (first.mark, second.mark) == ("tried", "tried")
+
+
+def test_prompts_are_digested_where_a_stamp_is_made_or_checked() -> None:
+    """Prefill's digest covers its whole prompt, decode's what the stamp covers; both agree, others get none."""
+    tokens = list(range(50))
+    asking = Sampling({"kv_transfer_params": {"do_remote_decode": True}})
+    [prefill] = serve(body(), EngineRequest("p", asking, prompt_token_ids=tokens))
+    assert prefill.stamp_k == 50
+    made = stamp.encode(stamp.make(stamp.Prompt(50, prefill.stamp_digest), issued=1.0, lease=30.0))
+    stamped = {**HANDOFF, stamp.KEY: made}
+    [decode] = serve(body(kv_transfer_params=stamped), EngineRequest("d", prompt_token_ids=[*tokens, 7]))
+    assert (decode.stamp_k, decode.stamp_digest) == (50, prefill.stamp_digest)
+    salted = EngineRequest("d", prompt_token_ids=tokens, cache_salt="s")
+    [other] = serve(body(kv_transfer_params=stamped), salted)
+    assert other.stamp_digest not in {"", prefill.stamp_digest}
+    [plain] = serve(body(kv_transfer_params=HANDOFF), EngineRequest("d", prompt_token_ids=tokens))
+    assert plain.stamp_digest == ""
