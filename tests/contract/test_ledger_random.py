@@ -81,7 +81,7 @@ ADDS = st.builds(
 STEPS = st.builds(Step, seed=st.integers(0, 1 << 16))
 EVENTS = st.lists(
     st.one_of(ADDS, STEPS, STEPS, STEPS, st.builds(Abort, st.integers(0, 7)), st.just(Reset())),
-    min_size=4,
+    min_size=10,
     max_size=40,
 )
 
@@ -110,7 +110,8 @@ class World:
             case Reset():
                 holding = (RequestStatus.RUNNING, RequestStatus.WAITING)
                 movable = all(
-                    one.status in holding and (one.status == RequestStatus.RUNNING or not one.num_computed_tokens)
+                    one.status in holding
+                    and (one.status == RequestStatus.RUNNING or not one.num_computed_tokens)
                     for one in requests.values()
                 )
                 if movable and not self.engine.steps.flying:

@@ -18,7 +18,7 @@ from shim.ledger import Ledger
 from shim.verdict import Ask, Facts, HandoffEnd, HandoffReason, Reason
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from recording import Recording  # noqa: E402  # lives beside the unit tests
+from recording import Recording  # lives beside the unit tests
 
 LOAD = Facts(ask=Ask.LOAD)
 HANDOFF = Facts(ask=Ask.HANDOFF)
@@ -304,9 +304,7 @@ def test_requests_that_run_out_of_blocks(depth: int) -> None:
     """Preempted while decoding: what is computed again counts apart, and there is no second verdict."""
     engine = Engine(depth=depth, blocks=16)
     for request_id, base in (("a", 8), ("b", 120)):
-        engine.add(
-            MISSING, request_id=request_id, prompt=list(range(base, base + 100)), max_tokens=40
-        )
+        engine.add(MISSING, request_id=request_id, prompt=list(range(base, base + 100)), max_tokens=40)
     engine.run(400)
     assert engine.verdicts == [("local_prefill", "params_missing")] * 2
     assert engine.tokens["fault", "params_missing"] == 200
