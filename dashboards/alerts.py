@@ -322,8 +322,6 @@ def _stock(x: Limits) -> list[Alert]:
 
 
 def groups(limits: Limits = LIMITS) -> list[dict[str, Any]]:
-    """Rule groups: what is recorded comes first."""
-    return [
-        {"name": "kv-shim-recordings", "interval": "30s", "rules": recordings()},
-        {"name": "kv-shim-alerts", "interval": "30s", "rules": [alert.rule() for alert in alerts(limits)]},
-    ]
+    """One group: Prometheus evaluates it in order, so that an alert sees what was recorded in the same round."""
+    rules = [*recordings(), *(alert.rule() for alert in alerts(limits))]
+    return [{"name": "kv-shim", "interval": "30s", "rules": rules}]

@@ -45,7 +45,15 @@ def render(board: Board) -> str:
             dashboard.with_panel(_panel(item))
     # Through plain JSON and sorted: the SDK's own order of keys is no promise.
     plain = json.loads(JSONEncoder().encode(dashboard.build()))
+    _show_links(plain)
     return json.dumps(plain, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _show_links(dashboard: dict[str, Any]) -> None:
+    """The SDK (0.0.21) always writes the placement that hides links and annotations in a menu: take it out."""
+    owners = [dashboard, *dashboard["panels"]]
+    for item in (*(link for o in owners for link in o.get("links", ())), *dashboard["annotations"].get("list", ())):
+        item.pop("placement", None)
 
 
 _OTHERS = (

@@ -19,7 +19,7 @@ NOTE = "# Made by dashboards/generate.py from shim/telemetry/catalog.py and shim
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style: multi-line PromQL stays readable, and items are indented under their key."""
+    """Long PromQL is not folded; multi-line PromQL stays readable, and items are indented under their key."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002  # PyYAML's signature
         super().increase_indent(flow, indentless=False)
@@ -35,7 +35,7 @@ _Dumper.add_representer(str, _text)
 
 def to_yaml(content: Mapping[str, Any]) -> str:
     """YAML in the order given; the same input gives the same bytes."""
-    body = yaml.dump(dict(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    body = yaml.dump(dict(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100_000)
     return NOTE + body
 
 
