@@ -7,7 +7,6 @@ their own in the dict (`_p_side_truncated`), which a client may not set. Imports
 
 from __future__ import annotations
 
-import re
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,15 +14,16 @@ import msgspec
 
 from shim import stamp as stamps
 from shim.connector.claims import ClaimKey, Claims
-from shim.connector.peers import AllowList, Breakers, PeerKey, parse_url
-from shim.connector.profiles import Mode, Peer, Profile, Side, Variant
+from shim.connector.peers import AllowList, Breakers, PeerKey
+from shim.connector.profiles import Mode, Profile, Side, Variant
+from shim.connector.profiles.addresses import addresses, embedded
 from shim.connector.profiles.keys import Check, Kind, blocks_problem, compile_check, plain
 from shim.connector.profiles.layout import SLACK, Group, GroupKind, counts_problem
 from shim.telemetry.catalog import StampResult
 from shim.verdict import Ask, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shim.config import Settings
 
@@ -33,9 +33,6 @@ UNKNOWN_KEY: Final = "<unknown key>"
 
 _FLAG_TYPES = frozenset({bool, int})
 _FLAG_VALUES = (True, False)
-_PREFILL_ZMQ = re.compile(r"___prefill_addr_(.+?)___decode_addr_")
-_DECODE_ZMQ = re.compile(r"___decode_addr_(.+)_[0-9a-f]{32}(?:-.*)?$")
-"""How vLLM's router writes peers into request ids (moriio/moriio_common.py)."""
 
 
 class Screened(msgspec.Struct, frozen=True):
@@ -226,6 +223,18 @@ class Guard:
         except _Refused as refused:
             return _refused(refused)
 
+    def spent(self, params: object) -> bool:
+        """Whether the load that these params ask for was queued before.
+
+        The answer to `get_num_new_matched_tokens` must then be `(0, False)`: what the inner promises a
+        second time, it never loads (NIXL's read-back on prefill).
+
+        Args:
+            params: as they are now.
+        """
+        key = self.profile.spent_key
+        return bool(key) and isinstance(params, dict) and bool(params.get(key))
+
     def for_finish(self, params: object, *, has_output: bool) -> dict[str, Any] | None:
         """The params that `request_finished` may see.
 
@@ -402,10 +411,16 @@ class Guard:
         missing = [name for name in mode.required if clean.get(name) is None]
         missing += [name for name in mode.present if name not in clean]
         for peer in mode.peers:
-            if peer.in_request_id and _embedded(request_id, mode.ask) is None:
+            if peer.in_request_id and self._embedded(request_id, mode.ask) is None:
                 missing += [n for n in (peer.host, *peer.ports) if clean.get(n) is None]
         if missing:
             raise _Refused(Reason.PARAMS_INVALID, "missing " + ", ".join(missing), ask=mode.ask)
+
+    def _embedded(self, request_id: str, ask: Ask) -> list[tuple[str, int]] | None:
+        try:
+            return embedded(request_id, ask)
+        except ValueError as error:
+            raise _Refused(Reason.PARAMS_INVALID, str(error), ask=ask) from None
 
     def _blocks(self, mode: Mode, clean: dict[str, Any], limit: int, prompt_tokens: int) -> str:
         """Refuse malformed block ids; say why well-formed ones don't fit the prompt."""
@@ -460,7 +475,7 @@ class Guard:
         first = None
         for mode in modes:
             for peer in mode.peers:
-                for host, port in _addresses(peer, clean, request_id, mode.ask):
+                for host, port in addresses(peer, clean, request_id, mode.ask):
                     if not self.allow_list.allows(host, port):
                         key = peer.url or peer.host
                         raise _Refused(Reason.PEER_DENIED, f"{key}: not a peer of this server", ask=mode.ask)
@@ -550,45 +565,6 @@ def _readback_keys(profile: Profile) -> frozenset[str]:
     if mode is None:
         return frozenset()
     return frozenset({mode.trigger, *mode.required, "remote_blocks_expiry_time"})
-
-
-def _addresses(peer: Peer, clean: dict[str, Any], request_id: str, ask: Ask) -> Iterator[tuple[str, int]]:
-    """Every address that these keys make the engine contact; their shapes are checked already."""
-    if peer.in_request_id and (embedded := _embedded(request_id, ask)) is not None:
-        yield from embedded
-    source = clean.get(peer.record) if peer.record else clean
-    if not source:
-        return
-    if peer.url:
-        where = parse_url(source[peer.url]) if source.get(peer.url) else None
-        if where is not None:
-            yield where
-        return
-    hosts, ports = source.get(peer.host), [source.get(name) for name in peer.ports]
-    for host in hosts if isinstance(hosts, list) else [hosts]:
-        for port in ports:
-            for one in port if isinstance(port, list) else [port]:
-                if host is not None and one is not None:
-                    yield host, one
-
-
-def _embedded(request_id: str, ask: Ask) -> list[tuple[str, int]] | None:
-    """The peer's address in a request id made by vLLM's router, `None` if there is none.
-
-    As moriio_common.py `get_peer_zmq_from_request_id` and `parse_moriio_zmq_address` read it; what they
-    would raise for is refused.
-    """
-    found = (_DECODE_ZMQ if ask is Ask.HANDOFF else _PREFILL_ZMQ).search(request_id)
-    if found is None:
-        return None
-    parts = dict(part.partition(":")[::2] for part in found[1].split(","))
-    named = {name.strip(): value.strip() for name, value in parts.items()}
-    try:
-        return [(named["host"], int(named[which])) for which in ("handshake", "notify")]
-    except (KeyError, ValueError):
-        raise _Refused(
-            Reason.PARAMS_INVALID, "the request id holds a malformed peer address", ask=ask
-        ) from None
 
 
 def _detail(text: str) -> str:

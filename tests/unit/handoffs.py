@@ -71,12 +71,13 @@ JUNK = st.recursive(
     | st.booleans()
     | st.integers()
     | st.integers(-2, 2)
-    | st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64, 2**70, 65_535, 65_536, 10**9, "", "yes", "false", "\ud800", "127.1"])
+    | st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64, 2**70, 65_535, 65_536, 10**9])
+    | st.sampled_from(["", "yes", "false", "\ud800", "127.1"])
     | st.floats()
     | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 def mutated(base):

@@ -19,6 +19,7 @@ class Clock:
 
 @pytest.fixture
 def clock():
+    """Time that goes on when told to."""
     return Clock()
 
 

@@ -28,10 +28,12 @@ class Clock:
 
 @pytest.fixture
 def clock():
+    """Time that goes on when told to."""
     return Clock()
 
 
 def build(name="NixlConnector", children=(), clock=None, producer=True, consumer=True, groups=1, **kwargs):
+    """A guard with settings and options by name."""
     settings = Settings(**{k: kwargs.pop(k) for k in list(kwargs) if k in Settings.__struct_fields__})
     return Guard(
         profile_for(name, children),
@@ -48,10 +50,12 @@ def build(name="NixlConnector", children=(), clock=None, producer=True, consumer
 
 
 def screen(guard, params, owner="r1", prompt_tokens=PROMPT, **kwargs):
+    """One request, as the engine would screen it."""
     return guard.screen(owner, params, prompt_tokens=prompt_tokens, **kwargs)
 
 
 def refused(screened, reason=Reason.PARAMS_INVALID):
+    """Whether the params were taken away for this reason; asserts, so that a failure shows what else came."""
     assert screened.params is None
     assert not screened.tell
     assert screened.reason is reason
@@ -155,10 +159,30 @@ BAD_VALUES = [
     ("pp_size", [0, 17, 10**9, True]),
     ("remote_num_tokens", [-1, 2**31, "100", True, 1.5]),
     ("remote_blocks_expiry_time", ["x", True, float("nan"), float("inf"), 10**400, []]),
-    ("remote_block_ids", [1, True, "x", {}, [1, 2], [[1], 2], [["1"]], [[True]], [[1.0]], [[-1]], [[2**31]],
-                          [[None]], [[[1]]], [], [[1], [2]], [[]] * 100, [[2**70]]]),
+    (
+        "remote_block_ids",
+        [
+            1,
+            True,
+            "x",
+            {},
+            [1, 2],
+            [[1], 2],
+            [["1"]],
+            [[True]],
+            [[1.0]],
+            [[-1]],
+            [[2**31]],
+            [[None]],
+            [[[1]]],
+            [],
+            [[1], [2]],
+            [[]] * 100,
+            [[2**70]],
+        ],
+    ),
     ("x", [2**64, -(2**63) - 1, "\ud800", object(), {1: 2}, b"x", [2**70], {"a": {"b": 2**70}}]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD_VALUES for value in values])
@@ -328,6 +352,7 @@ TOKENS = list(range(PROMPT))
 
 
 def stamped(tokens=TOKENS, issued=NOW - 1, lease=30.0, key=b""):
+    """A hand-off with a stamp."""
     made = stamp.make(stamp.digest(tokens, PROMPT - 1), issued=issued, lease=lease, key=key)
     return nixl(**{stamp.KEY: stamp.encode(made)})
 
@@ -402,6 +427,7 @@ def test_prefill_needs_its_flag_only(name, params):
 
 
 def readback(**change):
+    """A prefill request that reads back what decode kept."""
     return nixl(do_remote_prefill=False, do_remote_decode=True, **change)
 
 
@@ -422,9 +448,10 @@ def test_read_back_works_where_it_is_on():
 
     assert "remote_block_ids" in screen(guard, readback(), prompt_tokens=300).params
     assert "remote_block_ids" not in screen(guard, readback(), prompt_tokens=300, owner="r2").params
-    assert "remote_block_ids" not in screen(
-        build(extra_config=BIDIRECTIONAL, host_buffer=True), readback(), prompt_tokens=300
-    ).params  # fmt: skip
+    assert (
+        "remote_block_ids"
+        not in screen(build(extra_config=BIDIRECTIONAL, host_buffer=True), readback(), prompt_tokens=300).params
+    )
 
 
 @pytest.mark.parametrize(
@@ -548,7 +575,12 @@ def test_moriio_ranks_are_integers(key):
 
 def test_moriio_write_prefill_subscripts_two_keys():
     """Which may be null, but not absent (moriio_common.py `add_new_req`)."""
-    handoff = {"do_remote_decode": True, "remote_host": "10.0.0.2", "remote_handshake_port": 1, "remote_notify_port": 2}
+    handoff = {
+        "do_remote_decode": True,
+        "remote_host": "10.0.0.2",
+        "remote_handshake_port": 1,
+        "remote_notify_port": 2,
+    }
     nulls = {"remote_engine_id": None, "remote_block_ids": None}
     guard = build("MoRIIOConnector", consumer=False)
 
@@ -571,8 +603,19 @@ def test_lmcache_reads_no_flags_and_may_repeat():
         assert screen(guard, {"disagg_spec": SPEC}, owner=owner).ask is Ask.HANDOFF
 
 
-@pytest.mark.parametrize("spec", [1, "x", [], {}, {**SPEC, "receiver_host": 1}, {**SPEC, "receiver_init_port": "1"},
-                                  {**SPEC, "req_id": []}, {k: v for k, v in SPEC.items() if k != "req_id"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        1,
+        "x",
+        [],
+        {},
+        {**SPEC, "receiver_host": 1},
+        {**SPEC, "receiver_init_port": "1"},
+        {**SPEC, "req_id": []},
+        {k: v for k, v in SPEC.items() if k != "req_id"},
+    ],
+)
 def test_lmcache_subscripts_its_spec(spec):
     """A key it lacks ends the engine."""
     assert refused(screen(build("LMCacheConnectorV1"), {"disagg_spec": spec}))
@@ -610,7 +653,12 @@ def test_offloading_names_peers_in_records(record):
 
     for owner in ("r1", "r2"):
         assert screen(guard, {record: SOURCE}, owner=owner).peer_host == "10.0.0.2"
-    for change in ({"remote_host": "0.0.0.0"}, {"remote_port": "5"}, {"kv_request_id": []}, {"kv_request_id": None}):
+    for change in (
+        {"remote_host": "0.0.0.0"},
+        {"remote_port": "5"},
+        {"kv_request_id": []},
+        {"kv_request_id": None},
+    ):
         assert screen(guard, {record: {**SOURCE, **change}}).params is None
     assert refused(screen(guard, {record: "x"}))
     assert refused(screen(guard, {"remote_decoder": {"kv_request_id": []}}))
@@ -635,12 +683,19 @@ def test_every_child_of_multi_must_be_satisfied():
     assert screen(guard, both).reason is Reason.NONE
     assert refused(screen(guard, {**both, "transfer_id": "other"}, owner="r2"), Reason.HANDOFF_REUSED)
     # A claim on one of the two hand-offs must not be left behind by a request that got neither.
-    assert screen(guard, {**both, "transfer_id": "other", "remote_request_id": "o"}, owner="r3").reason is Reason.NONE
+    assert (
+        screen(guard, {**both, "transfer_id": "other", "remote_request_id": "o"}, owner="r3").reason
+        is Reason.NONE
+    )
 
 
 def test_details_are_short_printable_and_name_no_strange_keys():
     """They go into log lines."""
-    for params in (nixl(**{"evil\n" * 100: "\ud800"}), nixl(remote_host="\n\x1b[31m" * 50), {"remote_host": "x"}):
+    for params in (
+        nixl(**{"evil\n" * 100: "\ud800"}),
+        nixl(remote_host="\n\x1b[31m" * 50),
+        {"remote_host": "x"},
+    ):
         detail = screen(build(), params).detail
         assert 0 < len(detail) <= 128
         assert detail.isascii()

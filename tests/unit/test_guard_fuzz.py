@@ -19,6 +19,7 @@ fuzz = settings(max_examples=EXAMPLES, deadline=None)
 
 
 def fresh(name, children=(), **kwargs):
+    """A guard that has seen nothing."""
     return Guard(
         profile_for(name, children),
         Settings(),
@@ -32,14 +33,17 @@ def fresh(name, children=(), **kwargs):
 
 
 def screened(name, params, *, prompt=PROMPT, sibling=False, **kwargs):
+    """One request screened by a fresh guard."""
     return fresh(name, **kwargs).screen("r", params, prompt_tokens=prompt, sibling=sibling)
 
 
 def is_id(value):
+    """What every connector takes as an id."""
     return type(value) is str and 0 < len(value) <= 512 and bool(value.encode())
 
 
 def is_blocks(value, count=None):
+    """What every connector takes as the block ids of one group."""
     return (
         type(value) in {list, tuple}
         and len(value) == 1
@@ -49,8 +53,9 @@ def is_blocks(value, count=None):
 
 
 def nixl_shape(params):
+    """What both NIXL schedulers need for a load."""
     return (
-        params["do_remote_prefill"] in {True, 1}
+        params["do_remote_prefill"] == 1
         and not params.get("do_remote_decode")
         and all(is_id(params[key]) for key in ("remote_engine_id", "remote_request_id", "remote_host"))
         and type(params["remote_port"]) is int
@@ -109,7 +114,9 @@ def test_what_mooncake_sees_has_its_shape(params):
     """Three ids, one of them a URL."""
     result = screened("MooncakeConnector", params)
     if result.ask is Ask.LOAD:
-        assert all(is_id(result.params[k]) for k in ("remote_engine_id", "remote_bootstrap_addr", "transfer_id"))
+        assert all(
+            is_id(result.params[k]) for k in ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+        )
         assert result.params["remote_bootstrap_addr"].startswith(("http://", "https://"))
     elif result.params is not None:
         assert not result.params.get("do_remote_prefill")

@@ -57,8 +57,19 @@ def test_other_spellings_of_hosts_are_refused(text):
     assert parse_host(text) is None
 
 
-@pytest.mark.parametrize("text", ["169.254.169.254", "::ffff:169.254.169.254", "0.0.0.0", "::", "224.0.0.1",
-                                  "ff02::1", "fe80::1", "[fe80::1]"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "169.254.169.254",
+        "::ffff:169.254.169.254",
+        "0.0.0.0",
+        "::",
+        "224.0.0.1",
+        "ff02::1",
+        "fe80::1",
+        "[fe80::1]",
+    ],
+)
 def test_without_a_list_special_addresses_are_refused(text):
     """The cloud's metadata service is no peer, however it is written."""
     assert not AllowList().allows(text, 5600)
@@ -75,13 +86,17 @@ def test_without_a_list_other_peers_are_allowed(text):
     [
         ("10.0.0.0/8", [("10.1.2.3", 1), ("::ffff:10.1.2.3", 1)], [("11.0.0.1", 1), ("ten", 1)]),
         ("10.0.0.0/8:5600-5610,7000", [("10.1.2.3", 5605), ("10.1.2.3", 7000)], [("10.1.2.3", 5611)]),
-        ("prefill-0:5600", [("prefill-0", 5600), ("PREFILL-0.", 5600)], [("prefill-0", 1), ("prefill-01", 5600)]),
+        (
+            "prefill-0:5600",
+            [("prefill-0", 5600), ("PREFILL-0.", 5600)],
+            [("prefill-0", 1), ("prefill-01", 5600)],
+        ),
         ("[fd00::/8]:5600", [("fd00::1", 5600)], [("fd00::1", 5601), ("fc00::1", 5600)]),
         ("fd00::1", [("fd00::1", 9), ("[fd00::1]", 9)], [("fd00::2", 9)]),
         ("0.0.0.0/0", [("8.8.8.8", 1)], [("169.254.169.254", 1), ("224.0.0.1", 1), ("0.0.0.0", 1)]),
         ("169.254.0.0/16", [("169.254.1.1", 1)], [("10.0.0.1", 1)]),
     ],
-)  # fmt: skip
+)
 def test_a_list_allows_what_it_names_and_nothing_else(entry, allowed, refused):
     """Entries match addresses by network and names exactly, with their ports."""
     peers = AllowList([entry])
@@ -137,9 +152,24 @@ def test_peers_urls_are_read(url, peer):
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://h:1", "http://u:p@h:1", "http://h:1?x=", "http://h:1#f", "http://127.1:80", "//h:1", "h:1", "http://",
-     "http://h:99999", "http://h:0", "http://h\\@g", "http://h:1/ x", "file:///etc/passwd", "http://[::1", "x" * 600],
-)  # fmt: skip
+    [
+        "ftp://h:1",
+        "http://u:p@h:1",
+        "http://h:1?x=",
+        "http://h:1#f",
+        "http://127.1:80",
+        "//h:1",
+        "h:1",
+        "http://",
+        "http://h:99999",
+        "http://h:0",
+        "http://h\\@g",
+        "http://h:1/ x",
+        "file:///etc/passwd",
+        "http://[::1",
+        "x" * 600,
+    ],
+)
 def test_other_urls_are_refused(url):
     """Only plain http(s) URLs of a host and a port are peers."""
     assert parse_url(url) is None
@@ -158,20 +188,24 @@ PEER = PeerKey("h", 1, "e")
 
 @pytest.fixture
 def clock():
+    """Time that goes on when told to."""
     return Clock()
 
 
 @pytest.fixture
 def moves():
+    """Transitions, in order."""
     return []
 
 
 @pytest.fixture
 def breakers(clock, moves):
+    """Breakers that report to `moves`."""
     return Breakers(clock, lambda key, to: moves.append((key, to)))
 
 
 def fail(breakers, times=THRESHOLD, peer=PEER):
+    """Failures in a row."""
     for _ in range(times):
         breakers.failed(peer)
 

@@ -16,8 +16,19 @@ def test_every_key_that_a_rule_names_is_a_key_of_the_profile(name):
     """A rule about a key that no check knows would let hostile values through."""
     profile = PROFILES[name]
     modes = [*profile.modes, *([profile.readback] if profile.readback else [])]
-    named = {profile_key for mode in modes for profile_key in (
-        mode.trigger, *mode.required, *mode.present, *mode.claim, mode.blocks, mode.tokens, mode.request_id)}  # fmt: skip
+    named = {
+        profile_key
+        for mode in modes
+        for profile_key in (
+            mode.trigger,
+            *mode.required,
+            *mode.present,
+            *mode.claim,
+            mode.blocks,
+            mode.tokens,
+            mode.request_id,
+        )
+    }
     named |= {*profile.flags, *profile.handoff_keys, *profile.fatal_without_output}
     assert named - {""} <= set(profile.keys)
     for mode in modes:
@@ -67,6 +78,7 @@ def test_multi_of_strangers_is_a_stranger():
 
 
 def count(blocks, groups=(FULL,), prompt=100, back_off=0, remote=None):
+    """Why this many blocks do not fit, for a prompt of 100 tokens in blocks of 16."""
     return counts_problem(blocks, groups, prompt_tokens=prompt, backoff=back_off, remote_tokens=remote)
 
 
@@ -176,7 +188,9 @@ class Config:
 
 def test_a_layout_is_read_by_class_name():
     """Specs are vLLM's, so they are told apart without importing them."""
-    groups = layout(Config(FullAttentionSpec(), SlidingWindowSpec(), MambaSpec(), ChunkedLocalAttentionSpec()), 32)
+    groups = layout(
+        Config(FullAttentionSpec(), SlidingWindowSpec(), MambaSpec(), ChunkedLocalAttentionSpec()), 32
+    )
 
     assert groups == (
         Group(GroupKind.FULL, 32),

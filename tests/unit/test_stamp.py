@@ -16,10 +16,12 @@ PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
 def issue(tokens=TOKENS, k=499, key=b"", lease=30.0, **kwargs):
+    """What prefill puts on a hand-off."""
     return stamp.make(stamp.digest(tokens, k, **kwargs), issued=NOW, lease=lease, traceparent=PARENT, key=key)
 
 
 def verify(made, tokens=TOKENS, key=b"", now=NOW + 1, skew=5.0, **kwargs):
+    """What decode finds."""
     prompt = stamp.digest(tokens, made.k, **kwargs)
     return stamp.check(made, prompt, prompt_tokens=len(tokens), now=now, clock_skew=skew, key=key)
 
@@ -72,7 +74,9 @@ def test_where_an_image_stands_counts_and_one_past_k_does_not():
 
     assert here != stamp.digest(TOKENS, 100, multimodal=[("image", 4)])
     assert here == stamp.digest(TOKENS, 100, multimodal=[("image", 3), ("other", 100)])
-    assert stamp.digest(TOKENS, 9, lora="ab", cache_salt="") != stamp.digest(TOKENS, 9, lora="a", cache_salt="b")
+    assert stamp.digest(TOKENS, 9, lora="ab", cache_salt="") != stamp.digest(
+        TOKENS, 9, lora="a", cache_salt="b"
+    )
 
 
 @pytest.mark.parametrize("tokens", [None, [], [1, "x"], [2**70]])
@@ -139,14 +143,20 @@ def test_a_malformed_stamp_is_none(change):
     assert stamp.covered(GOOD | change) is None
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(list(GOOD)), inner)))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(list(GOOD)), inner),
+    )
+)
 def test_no_value_makes_reading_a_stamp_raise(value):
     """Whatever stands in a stamp's place is read or is none."""
     assert stamp.decode(value) is None or verify(stamp.decode(value)) in StampResult
 
 
-@pytest.mark.parametrize(("k", "text"), [(True, "a" * 32), (1, "g" * 32), (1, None), (-1, "a" * 32), ("1", "a" * 32)])
+@pytest.mark.parametrize(
+    ("k", "text"), [(True, "a" * 32), (1, "g" * 32), (1, None), (-1, "a" * 32), ("1", "a" * 32)]
+)
 def test_an_entrypoints_digest_is_read_strictly(k, text):
     """It comes through `extra_args`, which clients can write."""
     assert stamp.read_prompt(k, text) is None

@@ -52,6 +52,7 @@ def _union(name: str, children: list[Profile]) -> Profile:
         loads_unasked=unasked[0] if unasked else None,
         # A child that loads by itself (LMCache, Offloading) makes missing params no fault of its own,
         # but the child that needs them still got none.
+        spent_key=next((child.spent_key for child in known if child.spent_key), ""),
         params_needed=any(child.params_needed for child in known),
         reads_extra_args=any(child.reads_extra_args for child in known),
         issues=bool(issuing),

@@ -104,6 +104,8 @@ class Profile:
         handoff_keys: keys that make no sense without a flag; params that have them but no flag are broken.
         loads_unasked: the start-up option under which it reports tokens as remote whatever the params
             say (MoRIIO READ); a request that asks for no load must then be answered 0 in its stead.
+        spent_key: a mark that the connector leaves in the params once it has queued their load; what it
+            reports as remote after that, it never loads (see `Guard.spent`).
         params_needed: whether nothing is ever loaded without params, i.e. whether missing params matter.
         reads_extra_args: it reads `sampling_params.extra_args` past `request.kv_transfer_params`.
         issues: whether `request_finished` ever returns a hand-off.
@@ -121,6 +123,7 @@ class Profile:
     flags: tuple[str, ...] = ()
     handoff_keys: tuple[str, ...] = ()
     loads_unasked: Variant | None = None
+    spent_key: str = ""
     params_needed: bool = True
     reads_extra_args: bool = False
     issues: bool = False

@@ -77,6 +77,9 @@ NIXL_PULL = Profile(
     ),
     flags=FLAGS,
     handoff_keys=_NIXL_REMOTE,
+    # `get_num_new_matched_tokens` promises a read-back again after a preemption, a failed load, or the load
+    # of a one-token prompt; `update_state_after_alloc` then queues nothing: the request waits for good.
+    spent_key="_remote_blocks_processed",
     issues=True,
     issues_on_stop=True,
 )
