@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from shim.connector.build import build_half, info_labels
+from shim.connector.listener import defend
 from shim.telemetry.prometheus import ShimPromMetrics
 from shim.telemetry.stats import ShimStats, split
 
@@ -48,6 +49,7 @@ class ShimMixin:
             super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         if outermost and role == KVConnectorRole.SCHEDULER:
             self._half = build_half(vllm_config, kv_cache_config)
+            defend(self)
 
     # Scheduler side.
 

@@ -1,0 +1,60 @@
+"""Keeps NIXL's handshake listener on prefill alive whatever is sent to its port.
+
+The listener's thread has no guard (nixl/base_scheduler.py, `_nixl_handshake_listener`, 0.28.0 to 0.32.0): a
+message that is no msgpack, or that asks for a rank which prefill does not have, ends it. Prefill then looks
+healthy, and no new decode server can handshake. Delete this when vLLM guards its thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Mapping
+
+LISTENER = "_nixl_handshake_listener"
+PAUSE = 0.05
+"""Seconds between an end and the next start, so that a flood of junk costs no core."""
+logger = logging.getLogger("vllm.kv_shim")
+
+
+class _Ranks(dict[Any, Any]):
+    """The handshake data by rank; an unknown rank is answered with nothing, which fails that one load."""
+
+    def __missing__(self, rank: Any) -> bytes:
+        return b""
+
+
+def defend(connector: Any) -> None:
+    """Guard the listeners of a scheduler-side connector, and of a `MultiConnector`'s children; else nothing."""
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        scheduler = getattr(each, "connector_scheduler", None)
+        original = getattr(scheduler, LISTENER, None)
+        if original is not None and LISTENER not in vars(scheduler):
+            # On the instance: another NIXL connector in this process is not ours to change.
+            setattr(scheduler, LISTENER, _supervised(original))
+
+
+def _supervised(listen: Callable[..., None]) -> Callable[..., None]:
+    def listen_on(
+        encoded_data: Mapping[Any, Any],
+        ready_event: threading.Event,
+        stop_event: threading.Event,
+        *address: Any,
+    ) -> None:
+        while not stop_event.is_set():
+            try:
+                listen(_Ranks(encoded_data), ready_event, stop_event, *address)
+            except Exception as error:  # whatever a stranger's message makes it raise
+                if not ready_event.is_set():
+                    raise  # it never listened: the port is taken, and the start must fail as without us
+                logger.warning(
+                    "kv_shim: NIXL's handshake listener got a message it could not answer (%s) and listens "
+                    "again; if this repeats, see who else sends to its port",
+                    type(error).__name__,
+                )
+                stop_event.wait(PAUSE)
+
+    return listen_on
