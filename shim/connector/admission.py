@@ -101,19 +101,18 @@ class Admission:
             put_params(request, left)
 
     def _reason(self, screened: Screened, attached: Attached, *, given: bool) -> Reason:
-        if attached.unreadable:
-            return Reason.PARAMS_INVALID
-        if screened.reason not in ABSENT:
-            return screened.reason
-        if attached.sibling:
+        if attached.timed_out:
+            return Reason.LOAD_TIMEOUT
+        if attached.sibling and screened.reason in ABSENT:
             # Beam steps come without params, and there are many: one fault an HTTP request.
             return Reason.UNSUPPORTED_MODE if attached.sibling == 1 else Reason.NOT_DISAGGREGATED
-        if attached.mark == "local":
-            return Reason.ROUTER_BYPASS
-        expected = self._expect is ExpectRemote.ALWAYS or (
-            self._expect is ExpectRemote.AUTO and (given or attached.asked or attached.mark == "tried")
+        return fault_reason(
+            screened.reason,
+            ExpectRemote.ALWAYS if self._producer else self._expect,
+            asked=given or attached.asked,
+            mark=attached.mark,
+            unreadable=attached.unreadable,
         )
-        return screened.reason if expected or self._producer else Reason.NOT_DISAGGREGATED
 
     def _facts(self, screened: Screened, attached: Attached, source: Source, reason: Reason) -> Facts:
         return Facts(
@@ -134,6 +133,28 @@ class Admission:
             siblings=attached.siblings,
             detail=screened.detail,
         )
+
+
+def fault_reason(
+    screened: Reason, expect: ExpectRemote, *, asked: bool, mark: str, unreadable: bool = False
+) -> Reason:
+    """What the reason that screening gave means on this server.
+
+    Args:
+        screened: the guard's reason.
+        expect: when missing params are a fault.
+        asked: there are params, or a body key for them, even null or empty.
+        mark: what a trusted router mark says: `tried`, `local`, or nothing.
+        unreadable: the body has params that no engine could be sent.
+    """
+    if unreadable:
+        return Reason.PARAMS_INVALID
+    if screened not in ABSENT:
+        return screened
+    if mark == "local":
+        return Reason.ROUTER_BYPASS
+    expected = expect is ExpectRemote.ALWAYS or (expect is ExpectRemote.AUTO and (asked or mark == "tried"))
+    return screened if expected else Reason.NOT_DISAGGREGATED
 
 
 def _ending_by_length(sampling: Any) -> Any:

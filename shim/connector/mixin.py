@@ -48,7 +48,7 @@ class ShimMixin:
         with _building() as outermost:
             super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         if outermost and role == KVConnectorRole.SCHEDULER:
-            self._half = build_half(vllm_config, kv_cache_config)
+            self._half = build_half(self, vllm_config, kv_cache_config)
             defend(self)
 
     # Scheduler side.

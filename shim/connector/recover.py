@@ -39,6 +39,7 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         tracestate: the caller's, bounded.
         external_id: the request's id as seen outside.
         streamed: the reply is streamed.
+        timed_out: the second try of a request whose load the entrypoint gave up on (`load_timeout`).
         stamp_k: how many tokens of the prompt `stamp_digest` covers (`shim.stamp`).
         stamp_digest: the prompt's digest, where a stamp is to be made or checked; else empty.
     """
@@ -56,6 +57,7 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     tracestate: _Short = ""
     external_id: _Short = ""
     streamed: bool = False
+    timed_out: bool = False
     stamp_k: int = 0
     stamp_digest: _Short = ""
 

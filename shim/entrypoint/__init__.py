@@ -19,12 +19,12 @@ logger = logging.getLogger("vllm.kv_shim")
 _INSTALLED = "_kv_shim_installed"
 
 
-def install(settings: Settings, *, has_connector: bool) -> None:
+def install(settings: Settings, config: Any) -> None:
     """Hook the middleware, the hand-off and the counters into this process's vLLM. Idempotent.
 
     Args:
         settings: the operator's.
-        has_connector: whether the server has a KV connector at all.
+        config: vLLM's `KVTransferConfig`, None on a server without a connector.
 
     With `SHIM_DISABLE` set only `info` is exported, so that a shim disabled on purpose shows.
     """
@@ -36,8 +36,9 @@ def install(settings: Settings, *, has_connector: bool) -> None:
     counters.install(PrometheusStatLogger, disabled=disabled)
     if disabled:
         return
-    handoff.server.has_connector = has_connector
+    handoff.server.has_connector = config is not None and config.kv_connector is not None
     handoff.server.settings = settings
+    _install_policy(settings, config)
     _wrap_stack(FastAPI)
     for name in dir(core_client):
         cls = getattr(core_client, name)
@@ -48,6 +49,24 @@ def install(settings: Settings, *, has_connector: bool) -> None:
             and "add_request_async" in vars(cls)
         ):
             _wrap_add_request(cls)
+
+
+def _install_policy(settings: Settings, config: Any) -> None:
+    """Only where the operator set one, and never on a server that only prefills."""
+    active = settings.on_local_prefill != "allow" or settings.load_timeout is not None
+    if not active or not handoff.server.has_connector or config.kv_role == "kv_producer":
+        return
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415  # needs vLLM
+
+    from shim.connector.screening import guard_for  # noqa: PLC0415
+    from shim.entrypoint import policy  # noqa: PLC0415
+
+    if getattr(AsyncLLM.generate, _INSTALLED, False):
+        return
+    guard = guard_for(config, settings)
+    policy.install(AsyncLLM, policy.Policy(settings, guard, settings.expectation(config.kv_role)))
+    setattr(AsyncLLM.generate, _INSTALLED, True)
+    RequestContext.gated = settings.on_local_prefill != "allow"
 
 
 def _wrap_stack(app_class: type[Any]) -> None:

@@ -102,14 +102,12 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
         )
     first = http.owner in {"", engine_request.request_id}  # a streaming session comes again with its id
     if first:
-        found = _recover(http, extra_args)
-        mark = _mark(http)
+        found = recovered(http, extra_args)
         http.owner = engine_request.request_id
-        http.mark = http.mark or mark
         http.handed = http.handed or bool(extra_args.get(KV_PARAMS) or found.kv)
         http.forget()
     else:
-        found = _Recovered()
+        found = Recovered()
         http.siblings += 1
     return Attached(
         endpoint=http.endpoint,
@@ -119,6 +117,7 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
         asked=found.asked,
         unreadable=found.unreadable,
         mark=http.mark,
+        timed_out=http.timed_out,
         sibling=http.siblings if http.handed and not first else 0,
         siblings=_siblings(http, is_child=is_child, first=first),
         traceparent=http.traceparent(),
@@ -137,7 +136,7 @@ def _siblings(http: HttpRequest, *, is_child: bool, first: bool) -> HandoffReaso
 
 
 @dataclass(slots=True)
-class _Recovered:
+class Recovered:
     """Params of the HTTP request that the engine lacks; see `Attached` for the fields."""
 
     kv: Any = None
@@ -147,8 +146,10 @@ class _Recovered:
     unreadable: bool = False
 
 
-def _recover(http: HttpRequest, extra_args: dict[str, Any]) -> _Recovered:
-    found = _Recovered()
+def recovered(http: HttpRequest, extra_args: dict[str, Any]) -> Recovered:
+    """What the HTTP request has that the engine request lacks; also settles what its marks say."""
+    http.mark = http.mark or _mark(http)
+    found = Recovered()
     if extra_args.get(KV_PARAMS) is None:
         found.asked = http.has_key(KV_PARAMS)
         try:

@@ -6,14 +6,15 @@ import json
 import re
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from shim.connector.recover import EC_PARAMS, KV_PARAMS
 from shim.entrypoint.counters import count
+from shim.entrypoint.gate import Gate
 from shim.telemetry.catalog import EntrypointEvent
-from shim.verdict import Endpoint
+from shim.verdict import Endpoint, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -44,10 +45,24 @@ class HttpRequest:
         handed: the owner has params, from wherever.
         mark: what a trusted router mark says, `tried` or `local`; else empty.
         siblings: how many further engine requests it made.
+        refused: why the policy refuses it; None if it does not.
+        timed_out: the entrypoint gave up on its load.
         reply: watches the response of a request that asked for a hand-off; None for all others.
     """
 
-    __slots__ = ("_chunks", "_fields", "_headers", "endpoint", "handed", "mark", "owner", "reply", "siblings")
+    __slots__ = (
+        "_chunks",
+        "_fields",
+        "_headers",
+        "endpoint",
+        "handed",
+        "mark",
+        "owner",
+        "refused",
+        "reply",
+        "siblings",
+        "timed_out",
+    )
 
     def __init__(self, scope: Scope) -> None:
         self.endpoint = endpoint_of(scope)
@@ -55,6 +70,8 @@ class HttpRequest:
         self.handed = False
         self.mark = ""
         self.siblings = 0
+        self.refused: Reason | None = None
+        self.timed_out = False
         self.reply: Reply | None = None
         self._headers: list[tuple[bytes, bytes]] = scope.get("headers") or []
         self._chunks: list[bytes] = []
@@ -191,7 +208,16 @@ def current_request() -> HttpRequest | None:
 
 
 class RequestContext:
-    """Middleware: makes `current_request` work for everything that runs to serve a request."""
+    """Middleware: makes `current_request` work for everything that runs to serve a request.
+
+    Args:
+        app: what to wrap.
+
+    Attributes:
+        gated: a policy may refuse requests after their response has begun.
+    """
+
+    gated: ClassVar[bool] = False
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -214,9 +240,10 @@ class RequestContext:
                 count(EntrypointEvent.RESPONSE_WITHOUT_HANDOFF, request.endpoint)
             await send(message)
 
+        sending = Gate(lambda: request.refused, watching) if self.gated else watching
         token = _current.set(request)
         try:
-            await self.app(scope, remembering, watching)
+            await self.app(scope, remembering, sending)
         finally:
             _current.reset(token)
             request.forget()

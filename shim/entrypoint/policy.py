@@ -1,0 +1,161 @@
+"""What the entrypoint does about local prefills, where the operator asked for more than counting.
+
+`on_local_prefill` refuses what the API server itself can know to be a fault; `load_timeout` bounds the wait
+for remote KV. Both are off by default, and then nothing of this is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from shim.connector.admission import fault_reason
+from shim.connector.recover import KV_PARAMS, copied
+from shim.entrypoint.counters import count
+from shim.entrypoint.handoff import recovered
+from shim.entrypoint.middleware import current_request
+from shim.telemetry.catalog import EntrypointEvent
+from shim.verdict import Endpoint, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from shim.config import ExpectRemote, Settings
+    from shim.connector.guard import Guard, Screened
+    from shim.entrypoint.middleware import HttpRequest
+
+REFUSABLE = frozenset(
+    {
+        Reason.PARAMS_MISSING,
+        Reason.PARAMS_EMPTY,
+        Reason.PARAMS_NOT_REMOTE,
+        Reason.PARAMS_INVALID,
+        Reason.PEER_DENIED,
+    }
+)
+"""What can be known before the engine is asked; a reason found later is served locally and counted."""
+
+
+logger = logging.getLogger("vllm.kv_shim")
+
+
+class RefusedError(ValueError):
+    """A request that would be prefilled here though it should not be; vLLM turns it into an answer."""
+
+
+class Policy:
+    """Decides per generation, before the engine is asked.
+
+    Args:
+        settings: the operator's.
+        guard: screening rules of the inner connector, with claims and breakers of its own that say nothing.
+        expect: when missing params are a fault on this server.
+    """
+
+    def __init__(self, settings: Settings, guard: Guard, expect: ExpectRemote) -> None:
+        self._limit = {"allow": None, "refuse": 0}.get(
+            str(settings.on_local_prefill), settings.on_local_prefill
+        )
+        self.load_timeout = settings.load_timeout
+        self._guard = guard
+        self._expect = expect
+
+    def screen(self, params: object, prompt_tokens: int) -> Screened:
+        """What the connector will make of these params, as far as can be known here."""
+        return self._guard.screen("", params, prompt_tokens=prompt_tokens)
+
+    def refuses(self, http: HttpRequest, sampling: Any, prompt_tokens: int | None) -> Reason | None:
+        """Why this generation is refused; None if it is not."""
+        if not isinstance(self._limit, int) or http.owner:
+            return None  # allowed, or a further engine request of one that was let through
+        if self._limit and (prompt_tokens is None or prompt_tokens <= self._limit):
+            return None
+        found = recovered(http, sampling.extra_args or {})
+        params = (sampling.extra_args or {}).get(KV_PARAMS)
+        params = found.kv if params is None else params
+        reason = fault_reason(
+            self.screen(params, prompt_tokens or 0).reason,
+            self._expect,
+            asked=found.asked or params is not None,
+            mark=http.mark,
+            unreadable=found.unreadable,
+        )
+        return reason if reason in REFUSABLE else None
+
+    def check(self, http: HttpRequest | None, sampling: Any, prompt: Any) -> None:
+        """Let a generation pass.
+
+        Raises:
+            RefusedError: it is refused; counted, and the middleware answers.
+        """
+        if http is None:  # embedded use, health checks and warm-up come without a request
+            return
+        try:
+            reason = self.refuses(http, sampling, prompt_length(prompt))
+        except Exception:
+            # A fault of ours refuses nobody.
+            count(EntrypointEvent.HOOK_ERROR, http.endpoint)
+            logger.exception("kv_shim: a fault of the shim's in its policy was contained; please report it")
+            return
+        if reason is None:
+            return
+        http.refused = reason
+        count(EntrypointEvent.REFUSED, http.endpoint)
+        msg = f"kv_shim: {reason}: this prompt would be prefilled on a decode server"
+        raise RefusedError(msg)
+
+
+def install(llm_class: type[Any], policy: Policy) -> None:
+    """Put the policy in front of `AsyncLLM.generate`."""
+    original = llm_class.generate
+
+    @functools.wraps(original)
+    async def generate(
+        self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        http = current_request()
+        extra_args = getattr(sampling_params, "extra_args", None) or {}
+        policy.check(http, sampling_params, prompt)
+        loads = policy.load_timeout is not None and waits_for_load(http, extra_args)
+        async with aclosing(original(self, prompt, sampling_params, request_id, **options)) as outputs:
+            try:
+                first = await asyncio.wait_for(anext(outputs, None), policy.load_timeout if loads else None)
+            except TimeoutError:
+                first = None
+            else:
+                loads = False
+                if first is not None:
+                    yield first
+                async for output in outputs:
+                    yield output
+        if not loads:
+            return
+        # Cancelling the first try has aborted it; its blocks stay with the inner connector until it reports.
+        count(EntrypointEvent.LOAD_TIMEOUT, Endpoint.OTHER if http is None else http.endpoint)
+        if http is not None:
+            http.timed_out = True
+        without = {name: value for name, value in extra_args.items() if name != KV_PARAMS}
+        again = copied(sampling_params, without or None)
+        async with aclosing(original(self, prompt, again, request_id, **options)) as outputs:
+            async for output in outputs:
+                yield output
+
+    llm_class.generate = generate
+
+
+def waits_for_load(http: HttpRequest | None, extra_args: dict[str, Any]) -> bool:
+    """Whether this generation's params, from wherever, ask for a load."""
+    params = extra_args.get(KV_PARAMS)
+    if params is None and http is not None and not http.owner:
+        params = recovered(http, extra_args).kv
+    return isinstance(params, dict) and params.get("do_remote_prefill") is True
+
+
+def prompt_length(prompt: Any) -> int | None:
+    """Tokens of a rendered prompt; None if vLLM has not tokenized it yet."""
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    tokens = getattr(prompt, "prompt_token_ids", None) if tokens is None else tokens
+    return None if tokens is None else len(tokens)
