@@ -9,6 +9,7 @@ from vllm import __version__ as vllm_version
 from shim import __version__
 from shim.config import ExpectRemote, read_settings
 from shim.connector.admission import Admission
+from shim.connector.ends import NixlEnds
 from shim.connector.health import PeerHealth
 from shim.connector.issue import Issuer, lease_of
 from shim.connector.observe import Observe
@@ -46,7 +47,13 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
     admission = Admission(guard, settings.expectation(config.kv_role), producer=config.kv_role == "kv_producer")
     lease = lease_of(config.kv_connector, config.kv_connector_extra_config)
     issuer = Issuer(lease, spans.context_of)
-    return SchedulerHalf(admission, Observe(ledger), issuer, tally)
+    # A MultiConnector's sends end when all of its children's do, so it does not say which one did.
+    ranks = vllm_config.parallel_config.world_size
+    ends = NixlEnds(lease, ranks) if config.kv_connector.startswith("Nixl") else None
+    observe = Observe(
+        ledger, handoff_ends=None if ends is None else ends.of, silent_handoffs=not guard.profile.issues
+    )
+    return SchedulerHalf(admission, observe, issuer, tally, ends)
 
 
 def info_labels(vllm_config: Any, state: str = "active") -> dict[str, str]:

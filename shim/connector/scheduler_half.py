@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shim.connector.admission import Admission
+    from shim.connector.ends import NixlEnds
     from shim.connector.issue import Answer, Issuer
     from shim.connector.observe import Observe
     from shim.telemetry.tally import Payload, Tally
@@ -37,13 +38,17 @@ class SchedulerHalf:
         admission: decides on a request's params.
         observe: turns hook calls into the ledger's events.
         issuer: stamps hand-offs.
+        ends: how hand-offs end, where the connector's workers tell; else None.
         tally: the metrics sink, which also counts faults.
     """
 
-    def __init__(self, admission: Admission, observe: Observe, issuer: Issuer, tally: Tally) -> None:
+    def __init__(
+        self, admission: Admission, observe: Observe, issuer: Issuer, tally: Tally, ends: NixlEnds | None = None
+    ) -> None:
         self._admission = admission
         self._observe = observe
         self._issuer = issuer
+        self._ends = ends
         self.tally = tally
         self._live: dict[str, Admitted] = {}
 
@@ -83,6 +88,8 @@ class SchedulerHalf:
 
     def output(self, connector_output: Any) -> None:
         """The workers reported loads and sends."""
+        if self._ends is not None:
+            self._contain(Hook.OUTPUT, self._ends.see, connector_output)
         self._contain(Hook.OUTPUT, self._observe.output, connector_output)
 
     def finishing(self, request: Any) -> None:
@@ -98,6 +105,8 @@ class SchedulerHalf:
         admitted = self._live.pop(request.request_id, None)
         if admitted is None:
             return answer
+        if self._ends is not None and answer[0] and answer[1]:
+            self._contain(Hook.FINISH, self._ends.issued, request.request_id)
         self._contain(Hook.FINISH, self._observe.finished, request, answer)
         stamped = self._contain(Hook.FINISH, self._issuer.stamped, answer, request.request_id, admitted.prompt)
         return answer if stamped is None else stamped
