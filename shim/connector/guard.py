@@ -342,7 +342,8 @@ class Guard:
                 raise _Refused(Reason.PARAMS_INVALID, f"{name}: wanted true or false")
         if not self.profile.flags:
             return False, False
-        load, handoff = (bool(params.get(name)) for name in self.profile.flags)
+        first, second = self.profile.flags
+        load, handoff = bool(params.get(first)), bool(params.get(second))
         if load and handoff:
             names = " and ".join(self.profile.flags)
             raise _Refused(Reason.PARAMS_INVALID, f"{names}: wanted at most one of them true")
@@ -409,7 +410,8 @@ class Guard:
                 Reason.PARAMS_INVALID, f"{mode.trigger}: this server is a {self._role}", ask=mode.ask
             )
         missing = [name for name in mode.required if clean.get(name) is None]
-        missing += [name for name in mode.present if name not in clean]
+        if mode.present:
+            missing += [name for name in mode.present if name not in clean]
         for peer in mode.peers:
             if peer.in_request_id and self._embedded(request_id, mode.ask) is None:
                 missing += [n for n in (peer.host, *peer.ports) if clean.get(n) is None]
