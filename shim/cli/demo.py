@@ -144,9 +144,11 @@ def _comment(version: tuple[int, int], before: Phase, after: Phase) -> str:
     route = Endpoint.GENERATE
     if version >= BUG_UNTIL:
         return f"This vLLM passes the params on {route.value} itself: there is no bug to show."
+    redone, left = (phase.rows[route].tokens.local for phase in (before, after))
     return (
-        f"This vLLM drops kv_transfer_params on {route.value}: decode prefills all over again, takes "
-        f"{before.ratio(route):.2f} times as long and says so nowhere. With the shim: {after.ratio(route):.2f}."
+        f"This vLLM drops kv_transfer_params on {route.value}: decode prefilled {redone:,} tokens anew "
+        f"(ratio {before.ratio(route):.2f}) and said so nowhere. With the shim: {left:,} (ratio "
+        f"{after.ratio(route):.2f})."
     )
 
 
