@@ -171,6 +171,7 @@ def why_panels() -> tuple[Panel, ...]:
             traces=REASON_TRACES,
             by_reason=True,
             stack=True,
+            no_value="no faults",
         ),
         Panel(
             "Top reasons (time range)",
@@ -189,13 +190,14 @@ def why_panels() -> tuple[Panel, ...]:
         Panel(
             "Without params, by endpoint",
             Kind.BARS,
-            (Query(no_params, "{{endpoint}}"),),
+            (Query(f"{no_params} > 0", "{{endpoint}}"),),
             "Requests per second that came without transfer params, by route. One route alone: the router does not"
             " hand off on it, or this vLLM drops the field there and the shim's entrypoint half is not loaded.",
             Unit.REQUESTS,
             6,
             base=BLUE,
             runbook="params_missing",
+            no_value="none",
         ),
         Panel(
             "Intended local prefills by reason",

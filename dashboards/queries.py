@@ -152,8 +152,9 @@ def outcome_rate(scope: Scope, *matchers: str, window: str = RATE, by: Iterable[
 
 
 def reason_rate(scope: Scope, reasons: str = FAULTS) -> str:
-    """Requests per second by reason."""
-    return rate(series(catalog.REQUESTS, scope, f'reason=~"{reasons}"'), by=("reason",))
+    """Requests per second by reason; only reasons that occur, or two dozen lines at 0 hide the one that matters."""
+    picked = series(catalog.REQUESTS, scope, f'reason=~"{reasons}"')
+    return f"{rate(picked, by=('reason',))} > 0"
 
 
 def top_reasons(scope: Scope, count: int = 10) -> str:

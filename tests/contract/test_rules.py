@@ -38,14 +38,23 @@ def _promtool() -> None:
 
 def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs it to the end."""
-    return subprocess.run([PROMTOOL, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=600)
+    # promtool writes a small database for every case; on a disk the waiting for it takes most of the time.
+    memory = Path("/dev/shm")
+    env = {**os.environ, "TMPDIR": str(memory)} if memory.is_dir() else None
+    command = [PROMTOOL, *map(str, arguments)]
+    out, err = subprocess.PIPE, subprocess.STDOUT  # in one stream: promtool names the file in one, the failure in the other
+    return subprocess.run(command, stdout=out, stderr=err, text=True, check=False, timeout=600, env=env)
 
 
-def written(folder: Path, name: str, limits: Limits, only: set[str]) -> Path:
-    """Rules and rule tests cut down to these alerts: what can't matter to them costs no time."""
+def written(folder: Path, name: str, limits: Limits, only: set[str], *, firing: bool = False) -> Path:
+    """Rules and rule tests cut down to these alerts: what can't matter to them costs no time.
+
+    With `firing`, only cases in which one of them fires at some time: a higher threshold or another waiting time
+    can show in no other.
+    """
     kept = [alert.rule() for alert in alerts.alerts(limits) if alert.name in only]
     text = "\n".join(rule["expr"] for rule in kept)
-    needed = [rule for rule in alerts.recordings() if rule["record"] in text]
+    needed = [rule for rule in alerts.recordings() if _recorded(rule) in text]
     rules = folder / f"{name}.rules.yaml"
     rules.write_text(generate.to_yaml({"groups": [{"name": "cut", "rules": [*needed, *kept]}]}), encoding="utf-8")
     read = set(re.findall(r"vllm:\w+", text + "\n".join(rule["expr"] for rule in needed)))
@@ -53,12 +62,18 @@ def written(folder: Path, name: str, limits: Limits, only: set[str]) -> Path:
     for case in CASES:
         series = [item for item in case["input_series"] if item["series"].split("{")[0] in read]
         checks = [cut for check in case["promql_expr_test"] if (cut := _cut(check, only))]
-        if series and checks:
+        fires = any(check["exp_samples"] for check in checks)
+        if series and checks and (fires or not firing):
             cases.append({**case, "input_series": series, "promql_expr_test": checks})
     tests = folder / f"{name}.yaml"
     content = {"rule_files": [rules.name], "evaluation_interval": "1m", "tests": cases}
     tests.write_text(generate.to_yaml(content), encoding="utf-8")
     return tests
+
+
+def _recorded(rule: dict[str, Any]) -> str:
+    window = rule.get("labels", {}).get("window")
+    return f'{rule["record"]}{{window="{window}"}}' if window else rule["record"]
 
 
 def _cut(check: dict[str, Any], only: set[str]) -> dict[str, Any] | None:
@@ -95,14 +110,14 @@ def changes() -> list[tuple[str, float]]:
 def test_the_rules_are_valid() -> None:
     """promtool reads the committed rules without a complaint."""
     done = promtool("check", "rules", ROOT / "dashboards" / "generated" / "alerts.yaml")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     assert f"{len(alerts.recordings()) + len(alerts.alerts())} rules found" in done.stdout
 
 
 def test_the_rule_tests_pass() -> None:
     """Firing, not yet, silent and over: as written in dashboards/tests."""
     done = promtool("test", "rules", *TESTS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
 
 
 def affected(limits: Limits) -> set[str]:
@@ -118,7 +133,9 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
     tests = []
     for name, value in changes():
         changed = dataclasses.replace(LIMITS, **{name: value})
-        tests.append(written(folder, f"{name}={value:g}", changed, affected(changed)))
+        shows_when_firing = name != "objective" and (name.endswith("_for") or value > getattr(LIMITS, name))
+        only = affected(changed)
+        tests.append(written(folder, f"{name}={value:g}", changed, only, firing=shows_when_firing))
     sets = {frozenset(affected(dataclasses.replace(LIMITS, **{name: value}))) for name, value in changes()}
     tests += [written(folder, "same-" + "+".join(sorted(only)), LIMITS, set(only)) for only in sets]
     return passes(tests)
