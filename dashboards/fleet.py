@@ -105,7 +105,7 @@ def health_panels() -> tuple[Panel, ...]:
             Kind.STAT,
             (Query(q.open_breakers(SELECTED)),),
             "Prefill servers that some decode server does not ask now, because loads from them failed in a row."
-            " Not zero: is that prefill server up, and reachable from decode?",
+            " Not zero: see that the prefill server is up and can be reached from decode.",
             Unit.COUNT,
             4,
             3,
