@@ -73,7 +73,9 @@ def recordings() -> list[dict[str, Any]]:
     ]
     rules.append({"record": PULLABLE_RATE, "expr": q.pullable_rate(ALL, "5m", q.GROUP)})
     # Data-parallel engines, and a restart within the look-back, make several `info` series of one target.
-    newest = f"topk by ({', '.join(q.TARGET)}) (1, max without (engine, model_name) ({q.series(catalog.INFO, ALL)}))"
+    newest = (
+        f"topk by ({', '.join(q.TARGET)}) (1, max without (engine, model_name) ({q.series(catalog.INFO, ALL)}))"
+    )
     rules.append({"record": TARGET_INFO, "expr": newest})
     return rules
 
@@ -107,7 +109,8 @@ def _ratio(x: Limits) -> list[Alert]:
             WARNING,
             x.ratio_warning_for,
             f"{{{{ $value | humanizePercentage }}}} of the requests to {where} did not pull their KV",
-            "Decode is doing prefill's work for them. Open the fleet dashboard, row Why: the biggest reason has a"
+            "Decode is doing prefill's work for them. Open the fleet dashboard, row Why: the"
+            " biggest reason has a"
             " runbook entry of its own.",
         ),
         Alert(
@@ -116,7 +119,8 @@ def _ratio(x: Limits) -> list[Alert]:
             CRITICAL,
             x.ratio_critical_for,
             f"{{{{ $value | humanizePercentage }}}} of the requests to {where} did not pull their KV",
-            "At this share decode servers are slowed down for everybody. Look at row Why of the fleet dashboard; undo"
+            "At this share decode servers are slowed down for everybody. Look at row Why of the"
+            " fleet dashboard; undo"
             " the last change of the router or of prefill if there was one.",
         ),
         Alert(
@@ -125,7 +129,8 @@ def _ratio(x: Limits) -> list[Alert]:
             CRITICAL,
             x.burn_fast_for,
             f"{where} burns its budget of local prefills so fast that a month's lasts two days",
-            "{{ $value | humanizePercentage }} of the last hour's requests did not pull, and it goes on. Objective:"
+            "{{ $value | humanizePercentage }} of the last hour's requests did not pull, and it"
+            " goes on. Objective:"
             f" {_number(x.objective * 100)} % pull.",
         ),
         Alert(
@@ -145,12 +150,14 @@ def _decode(x: Limits) -> list[Alert]:
     requests = catalog.REQUESTS
 
     def grew(outcome: Outcome, reasons: str, window: str) -> str:
-        return q.growth(q.series(requests, ALL, f'outcome="{outcome}"', f'reason=~"{reasons}"'), window, q.SERVER)
+        return q.growth(
+            q.series(requests, ALL, f'outcome="{outcome}"', f'reason=~"{reasons}"'), window, q.SERVER
+        )
 
     local = f"{grew(Outcome.LOCAL_PREFILL, q.OPERATOR, '10m')} > 0"
     unnoticed = (
         f"({grew(Outcome.LOCAL_INTENDED, Reason.NOT_DISAGGREGATED, '10m')} > 0)\n"
-        f"  and {ON_TARGET} {TARGET_INFO}{{expect_remote=\"auto\"}}\n"
+        f'  and {ON_TARGET} {TARGET_INFO}{{expect_remote="auto"}}\n'
         f"  and {ON_SERVER} ({grew(Outcome.REMOTE, Reason.NONE, '1d')} > 0)"
     )
     by_reason = (*q.GROUP, "reason")
@@ -164,7 +171,8 @@ def _decode(x: Limits) -> list[Alert]:
             CRITICAL,
             x.nothing_pulled_for,
             f"{where} prefills everything itself",
-            "Requests come in, and not one pulled its KV. The router sends no hand-off to this server, or none of"
+            "Requests come in, and not one pulled its KV. The router sends no hand-off to this"
+            " server, or none of"
             " its prefill servers answers.",
         ),
         Alert(
@@ -173,7 +181,8 @@ def _decode(x: Limits) -> list[Alert]:
             WARNING,
             x.params_broken_for,
             "{{ $labels.job }} gets requests whose transfer params are of no use ({{ $labels.reason }})",
-            "{{ $value | humanize }} requests/s reach decode without usable params. Compare the router's version and"
+            "{{ $value | humanize }} requests/s reach decode without usable params. Compare the"
+            " router's version and"
             " the endpoint in use (fleet dashboard, By endpoint) with what worked before.",
         ),
         Alert(
@@ -182,7 +191,8 @@ def _decode(x: Limits) -> list[Alert]:
             TICKET,
             x.client_params_for,
             "{{ $labels.job }} refuses transfer params that clients send ({{ $labels.reason }})",
-            "{{ $value | humanize }} requests/s fail the screen and are prefilled locally. Nothing is broken here;"
+            "{{ $value | humanize }} requests/s fail the screen and are prefilled locally."
+            " Nothing is broken here;"
             " find the client in the log (one line a reason) and tell its owner.",
         ),
         Alert(
@@ -200,7 +210,8 @@ def _decode(x: Limits) -> list[Alert]:
             CRITICAL,
             x.load_age_for,
             f"A request on {where} has waited {{{{ $value | humanizeDuration }}}} for its KV",
-            "The load neither ends nor fails, or the engine itself hangs. The request holds its blocks meanwhile.",
+            "The load neither ends nor fails, or the engine itself hangs. The request holds its"
+            " blocks meanwhile.",
         ),
     ]
 
@@ -223,7 +234,8 @@ def _prefill(x: Limits) -> list[Alert]:
             CRITICAL,
             x.missing_share_for,
             f"{{{{ $value | humanizePercentage }}}} of the prefills on {group} end without a hand-off",
-            "Decode will prefill these prompts again. Fleet dashboard, row Prefill side, says why none was issued.",
+            "Decode will prefill these prompts again. Fleet dashboard, row Prefill side, says"
+            " why none was issued.",
         ),
         Alert(
             "KVShimHandoffsExpiring",
@@ -231,7 +243,8 @@ def _prefill(x: Limits) -> list[Alert]:
             WARNING,
             x.expired_share_for,
             f"{{{{ $value | humanizePercentage }}}} of the hand-offs of {group} are never read",
-            "Prefill works for nothing and keeps the blocks until the lease ends: decode is overloaded, down, or"
+            "Prefill works for nothing and keeps the blocks until the lease ends: decode is"
+            " overloaded, down, or"
             " does not get the hand-offs.",
         ),
         Alert(
@@ -252,28 +265,29 @@ def _shim(x: Limits) -> list[Alert]:
     inside = q.growth(q.series(catalog.ERRORS, ALL), "10m", by_hook)
     at_entry = q.growth(q.series(catalog.ENTRYPOINT, ALL, 'event="hook_error"'), "10m", (*q.TARGET, "role"))
     succeeded = q.growth(q.stock(q.STOCK_REQUESTS, ALL), "10m", (*q.TARGET, "role"))
-    # A verdict comes with the prompt, vLLM's success at the end: half an hour covers what is still being written.
+    # A verdict comes with the prompt, vLLM's success at the end: half an hour covers long answers.
     counted = q.growth(q.series(catalog.REQUESTS, ALL), "30m", q.TARGET)
     return [
         Alert(
             "KVShimErrors",
-            f"(\n  {inside}\n  or\n  label_replace({at_entry}, \"hook\", \"entrypoint\", \"\", \"\")\n)"
+            f'(\n  {inside}\n  or\n  label_replace({at_entry}, "hook", "entrypoint", "", "")\n)'
             f" > {_number(x.shim_errors)}",
             WARNING,
             0,
             f"Exceptions in {{{{ $labels.hook }}}} on {where}",
-            "Contained: requests go on, at worst prefilled locally as shim_error. hook=\"inner\" is the wrapped"
+            'Contained: requests go on, at worst prefilled locally as shim_error. hook="inner" is the wrapped'
             " connector's own exception, passed on. The log has the trace.",
         ),
         Alert(
             "KVShimSilent",
             f"({succeeded} > {_number(x.silent_requests)})\n"
             f"unless {ON_TARGET} ({counted} > 0)\n"
-            f"and {ON_TARGET} {TARGET_INFO}{{state!=\"disabled\"}}",
+            f'and {ON_TARGET} {TARGET_INFO}{{state!="disabled"}}',
             WARNING,
             x.silent_for,
             f"{where} serves requests and the shim sees none of them",
-            "The dashboards show nothing for this server although the shim is installed there: it is incompatible"
+            "The dashboards show nothing for this server although the shim is installed there:"
+            " it is incompatible"
             " with this vLLM, or its hooks are not in place. `shim doctor` says which.",
         ),
         Alert(
@@ -315,13 +329,14 @@ def _stock(x: Limits) -> list[Alert]:
             WARNING,
             x.unexplained_for,
             f"{where} computes {{{{ $value | humanizePercentage }}}} of its prompt tokens and nothing says why",
-            "By vLLM's own count this decode server prefills, and no shim accounts for it. Without the shim: install"
+            "By vLLM's own count this decode server prefills, and no shim accounts for it."
+            " Without the shim: install"
             " it to learn the reason. With it: the two counts differ, which is a defect of the shim.",
         ),
     ]
 
 
 def groups(limits: Limits = LIMITS) -> list[dict[str, Any]]:
-    """One group: Prometheus evaluates it in order, so that an alert sees what was recorded in the same round."""
+    """One group: Prometheus evaluates it in order, so that an alert sees that round's recordings."""
     rules = [*recordings(), *(alert.rule() for alert in alerts(limits))]
     return [{"name": "kv-shim", "interval": "30s", "rules": rules}]

@@ -10,6 +10,8 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from grafana_foundation_sdk.models.text import TextMode
 
 from shim.telemetry import catalog
 from shim.verdict import ReasonClass, reasons_of
@@ -52,7 +54,10 @@ def render(board: Board) -> str:
 def _show_links(dashboard: dict[str, Any]) -> None:
     """The SDK (0.0.21) always writes the placement that hides links and annotations in a menu: take it out."""
     owners = [dashboard, *dashboard["panels"]]
-    for item in (*(link for o in owners for link in o.get("links", ())), *dashboard["annotations"].get("list", ())):
+    for item in (
+        *(link for o in owners for link in o.get("links", ())),
+        *dashboard["annotations"].get("list", ()),
+    ):
         item.pop("placement", None)
 
 
@@ -134,12 +139,14 @@ def _annotations() -> list[Any]:
     ]
 
 
-def _panel(placed: Placed) -> Any:  # noqa: C901  # one branch a kind of panel, nothing nested
+def _panel(placed: Placed) -> Any:  # one branch a kind of panel, nothing nested  # noqa: C901, PLR0912  # one branch a kind of panel, nothing nested
     panel = placed.panel
     made: Any
     if panel.kind is Kind.STAT:
         made = stat.Panel().color_mode(shapes.BigValueColorMode.BACKGROUND_SOLID)
-        made.graph_mode(shapes.BigValueGraphMode.NONE).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        made.graph_mode(shapes.BigValueGraphMode.NONE).reduce_options(
+            common.ReduceDataOptions().calcs(["lastNotNull"])
+        )
     elif panel.kind is Kind.TIME:
         made = _time_panel(panel)
     elif panel.kind is Kind.TABLE:
@@ -150,7 +157,7 @@ def _panel(placed: Placed) -> Any:  # noqa: C901  # one branch a kind of panel, 
         made.display_mode(shapes.BarGaugeDisplayMode.BASIC)
         made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     else:
-        made = text.Panel().mode("markdown").content(panel.markdown)
+        made = text.Panel().mode(TextMode.MARKDOWN).content(panel.markdown)
     made.id(links.entry_id(panel.title)).title(panel.title).description(panel.description)
     made.grid_pos(models.GridPos(h=panel.height, w=panel.width, x=placed.x, y=placed.y))
     if panel.kind is Kind.TEXT:
@@ -188,7 +195,7 @@ def _target(panel: Panel, query: Any, ref: str) -> Any:
         return target.range()
     target.instant()
     if panel.kind is Kind.TABLE:
-        target.format("table")
+        target.format(PromQueryFormat.TABLE)
     return target
 
 

@@ -1,7 +1,7 @@
 """Sends every PromQL expression of the dashboards and rules to a Prometheus and says what is wrong with it.
 
-`python -m dashboards.check http://localhost:9090` looks at a running fleet; tests use `check`. Standard library and
-PyYAML only.
+`python -m dashboards.check http://localhost:9090` looks at a running fleet; tests use `check`.
+Standard library and PyYAML only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
 
 GENERATED = Path(__file__).parent / "generated"
 
@@ -29,7 +31,7 @@ VARIABLES = {
 """What stands for Grafana's variables, unless told otherwise."""
 
 MAY_BE_ABSENT = ("llm_d_", "vllm:nixl_num_notifications_after_expiry", "ALERTS", "kv_shim:")
-"""Beginnings of series that a healthy fleet need not have: another product's, a newer vLLM's, the rules' own."""
+"""Beginnings of series that a healthy fleet need not have: another product's, a newer vLLM's, the rules'."""
 
 TARGET_LABELS = frozenset({"cluster", "namespace", "job", "instance", "role", "pod"})
 """Given by the scrape, not by the server."""

@@ -101,7 +101,9 @@ class Exporter:
                     labels = base | dict(zip(family.labels, values, strict=True))
                     yield from self._one(family, values, labels)
 
-    def _one(self, family: Family, values: Labels, labels: dict[str, str]) -> Iterator[tuple[str, dict[str, str], float]]:
+    def _one(
+        self, family: Family, values: Labels, labels: dict[str, str]
+    ) -> Iterator[tuple[str, dict[str, str], float]]:
         name = family.name
         found = (name.removeprefix(catalog.PREFIX), values)
         count = self.counts.get(found, 0.0)
@@ -133,7 +135,10 @@ def _braces(labels: Mapping[str, str]) -> str:
 
 
 def openmetrics(
-    servers: Sequence[tuple[Mapping[str, str], Exporter, Callable[[float], Rates]]], start: float, end: float, step: float
+    servers: Sequence[tuple[Mapping[str, str], Exporter, Callable[[float], Rates]]],
+    start: float,
+    end: float,
+    step: float,
 ) -> str:
     """A past, as OpenMetrics with timestamps.
 
@@ -149,7 +154,9 @@ def openmetrics(
         for target, exporter, story in servers:
             exporter.advance(step, story((now - start) / (end - start)))
             for name, labels, value in exporter.samples():
-                lines.setdefault(name, []).append(f"{name}{_braces({**labels, **target})} {value!r} {now:.3f}\n")
+                lines.setdefault(name, []).append(
+                    f"{name}{_braces({**labels, **target})} {value!r} {now:.3f}\n"
+                )
         now += step
     # promtool wants each family together; a family per sample name, of unknown type, is enough for it.
     return "".join("".join(found) for found in lines.values()) + "# EOF\n"
@@ -170,7 +177,7 @@ def everything() -> Rates:
 
 def decode_story(progress: float) -> Rates:
     """A decode server whose router begins to lose params after half the time and is put right later."""
-    bad = 0.45 if 0.55 < progress < 0.8 else 0.004  # noqa: PLR2004  # the bad time
+    bad = 0.45 if 0.55 < progress < 0.8 else 0.004  # the bad time  # noqa: PLR2004  # the bad time
     wave = 1 + 0.3 * math.sin(9 * progress)
     load = 6.0 * wave
     lost, failed = load * bad * 0.8, load * bad * 0.2
@@ -222,7 +229,7 @@ def prefill_story(progress: float) -> Rates:
     """The prefill server beside it."""
     wave = 1 + 0.3 * math.sin(9 * progress)
     load = 6.0 * wave
-    bad = 0.3 if 0.55 < progress < 0.8 else 0.01  # noqa: PLR2004  # the same bad time
+    bad = 0.3 if 0.55 < progress < 0.8 else 0.01  # the same bad time  # noqa: PLR2004  # the bad time
     prompt = 1800.0
     return {
         (catalog.REQUESTS.name, (Outcome.PREFILL, Reason.NONE)): load,
@@ -245,7 +252,7 @@ def serve(exporters: Mapping[str, Exporter], port: int = 0) -> ThreadingHTTPServ
     """Answers `/<name>` with that exporter's page, until `shutdown`; port 0 takes a free one."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802  # http.server's name
+        def do_GET(self) -> None:  # http.server's name
             exporter = exporters.get(self.path.strip("/"))
             body = page(exporter).encode() if exporter else b""
             self.send_response(200 if exporter else 404)

@@ -39,7 +39,8 @@ def health_panels() -> tuple[Panel, ...]:
             "Decodes that pulled (5 min)",
             Kind.STAT,
             (Query(q.pulled_share(SELECTED, q.NOW)),),
-            "Share of the requests that should have pulled their KV and did, without those that clients spoiled."
+            "Share of the requests that should have pulled their KV and did, without those that"
+            " clients spoiled."
             " Below 95 %: see row Why for the biggest reason and follow its runbook link.",
             Unit.SHARE,
             4,
@@ -79,7 +80,8 @@ def health_panels() -> tuple[Panel, ...]:
             Kind.TABLE,
             (Query(q.target_info(SELECTED)),),
             "One line a server. Versions should be equal; decode should expect `always`, prefill `never`; state"
-            " `incompatible` means that the shim stepped aside: run `shim doctor` there. A server that is missing"
+            " `incompatible` means that the shim stepped aside: run `shim doctor` there. A"
+            " server that is missing"
             " here runs without the shim. Click an instance for its own dashboard.",
             Unit.NONE,
             12,
@@ -91,7 +93,8 @@ def health_panels() -> tuple[Panel, ...]:
             "Oldest load",
             Kind.STAT,
             (Query(f"max({q.oldest_load_age(SELECTED)})"),),
-            "How long the oldest request in flight has waited for its KV. Over a minute: its prefill server or the"
+            "How long the oldest request in flight has waited for its KV. Over a minute: its"
+            " prefill server or the"
             " engine hangs; see row Loads and the stuck server's log.",
             Unit.SECONDS,
             4,
@@ -146,7 +149,8 @@ def outcome_panels() -> tuple[Panel, ...]:
             "Fault ratio by job",
             Kind.TIME,
             (Query(q.fault_ratio(SELECTED, by=("job", "role")), "{{job}} {{role}}"),),
-            "Faults for the operator over all that could have pulled. The dashed lines are the alerts' thresholds."
+            "Faults for the operator over all that could have pulled. The dashed lines are the"
+            " alerts' thresholds."
             " One job above the others: look at that job alone (variable Job).",
             Unit.SHARE,
             12,
@@ -177,7 +181,8 @@ def why_panels() -> tuple[Panel, ...]:
             "Top reasons (time range)",
             Kind.BARS,
             (Query(q.top_reasons(SELECTED), "{{reason}}"),),
-            "Most frequent faults over the time range, in requests. Start with the first: its link says how to put"
+            "Most frequent faults over the time range, in requests. Start with the first: its"
+            " link says how to put"
             " it right.",
             Unit.COUNT,
             6,
@@ -191,7 +196,8 @@ def why_panels() -> tuple[Panel, ...]:
             "Without params, by endpoint",
             Kind.BARS,
             (Query(f"{no_params} > 0", "{{endpoint}}"),),
-            "Requests per second that came without transfer params, by route. One route alone: the router does not"
+            "Requests per second that came without transfer params, by route. One route alone:"
+            " the router does not"
             " hand off on it, or this vLLM drops the field there and the shim's entrypoint half is not loaded.",
             Unit.REQUESTS,
             6,
@@ -203,7 +209,8 @@ def why_panels() -> tuple[Panel, ...]:
             "Intended local prefills by reason",
             Kind.TIME,
             (Query(q.reason_rate(SELECTED, q.INTENDED), "{{reason}}"),),
-            "Rightly computed on decode. Only a change matters: `not_disaggregated` rising while `remote` falls means"
+            "Rightly computed on decode. Only a change matters: `not_disaggregated` rising while"
+            " `remote` falls means"
             " that hand-offs get lost where expect_remote is `auto`.",
             Unit.REQUESTS,
             8,
@@ -215,7 +222,8 @@ def why_panels() -> tuple[Panel, ...]:
             "Params by source",
             Kind.TIME,
             (Query(q.rate(q.series(catalog.PARAMS, SELECTED), by=("source",)), "{{source}}"),),
-            "`extra_args`: vLLM passed them. `body`, `header`: the shim recovered what vLLM dropped. `none`: there"
+            "`extra_args`: vLLM passed them. `body`, `header`: the shim recovered what vLLM"
+            " dropped. `none`: there"
             " were none. Much `body` on one version: it has the bug that the shim covers for.",
             Unit.REQUESTS,
             8,
@@ -224,7 +232,8 @@ def why_panels() -> tuple[Panel, ...]:
             "Entrypoint events",
             Kind.TIME,
             (Query(f"{entry} > 0", "{{event}} {{endpoint}}"),),
-            "What only the API server sees. `response_without_handoff`: prefill answered without params the router"
+            "What only the API server sees. `response_without_handoff`: prefill answered without"
+            " params the router"
             " could use. `load_timeout`: a bounded wait ended. `hook_error`: a defect of the shim, report it.",
             Unit.REQUESTS,
             8,
@@ -244,7 +253,8 @@ def cost_panels() -> tuple[Panel, ...]:
             "Prompt tokens computed, by kind",
             Kind.TIME,
             (Query(q.token_rate(SELECTED, f'kind!="{TokenKind.PREFILL}"'), "{{kind}}"),),
-            "`fault` is waste. `tail` belongs to every decode. `recomputed` comes from preemption: more KV cache or"
+            "`fault` is waste. `tail` belongs to every decode. `recomputed` comes from"
+            " preemption: more KV cache or"
             " fewer sequences. Prefill's own work is left out.",
             Unit.TOKENS_RATE,
             6,
@@ -258,7 +268,8 @@ def cost_panels() -> tuple[Panel, ...]:
                 *(Query(q.quantile(at, prefill), name) for at, name in QUANTILES[:2]),
                 Query(spent, "seconds spent per second"),
             ),
-            "How long one takes, and how much of every second the fleet spends on them (1 = one server's worth)."
+            "How long one takes, and how much of every second the fleet spends on them (1 = one"
+            " server's worth)."
             " Decode's other requests wait meanwhile.",
             Unit.SECONDS,
             6,
@@ -268,7 +279,8 @@ def cost_panels() -> tuple[Panel, ...]:
             "Time to first token",
             Kind.TIME,
             tuple(Query(q.quantile(at, ttft), name) for at, name in QUANTILES),
-            "vLLM's own. Rises together with the two panels to the left: local prefill is what users feel. Rises"
+            "vLLM's own. Rises together with the two panels to the left: local prefill is what"
+            " users feel. Rises"
             " alone: look at loads and queues.",
             Unit.SECONDS,
             6,
@@ -294,7 +306,8 @@ def load_panels() -> tuple[Panel, ...]:
             "Loads in flight",
             Kind.TIME,
             (Query(q.total(q.loads_in_flight(SELECTED), ("instance",)), "{{instance}}"),),
-            "Requests that wait for remote KV. Grows and does not come down: transfers stall; see Oldest load by"
+            "Requests that wait for remote KV. Grows and does not come down: transfers stall;"
+            " see Oldest load by"
             " instance.",
             Unit.COUNT,
             6,
@@ -304,7 +317,8 @@ def load_panels() -> tuple[Panel, ...]:
             "Load wait",
             Kind.TIME,
             tuple(Query(q.quantile(at, waits), name) for at, name in QUANTILES),
-            "Asked for remote KV until it was there. Slower than a local prefill would be: check the network between"
+            "Asked for remote KV until it was there. Slower than a local prefill would be: check"
+            " the network between"
             " prefill and decode, and how busy prefill is.",
             Unit.SECONDS,
             6,
@@ -326,7 +340,8 @@ def load_panels() -> tuple[Panel, ...]:
             "Oldest load by instance",
             Kind.TIME,
             (Query(f"max by (instance) ({q.oldest_load_age(SELECTED)})", "{{instance}}"),),
-            "No line: nothing in flight. A straight rise: one load hangs, or the engine does. Abort the request;"
+            "No line: nothing in flight. A straight rise: one load hangs, or the engine does."
+            " Abort the request;"
             " restart the server if the engine does not answer.",
             Unit.SECONDS,
             6,
@@ -356,7 +371,8 @@ def load_panels() -> tuple[Panel, ...]:
             "Stamps checked on decode",
             Kind.TIME,
             (Query(q.rate(q.series(catalog.STAMPS, SELECTED), by=("result",)), "{{result}}"),),
-            "`absent` everywhere: prefill runs without the shim or the router drops unknown keys; hand-off age and"
+            "`absent` everywhere: prefill runs without the shim or the router drops unknown"
+            " keys; hand-off age and"
             " trace links are then missing. `mismatch`, `rejected`: hand-offs get mixed up or forged.",
             Unit.REQUESTS,
             8,
@@ -375,7 +391,8 @@ def prefill_panels() -> tuple[Panel, ...]:
             "Hand-offs issued and missing",
             Kind.TIME,
             (Query(f"{made} > 0", "{{result}} {{reason}}"),),
-            "Finished prefill requests. `missing` says why: decode will prefill these again. The runbook has every"
+            "Finished prefill requests. `missing` says why: decode will prefill these again. The"
+            " runbook has every"
             " reason.",
             Unit.REQUESTS,
             8,
@@ -407,7 +424,8 @@ def prefill_panels() -> tuple[Panel, ...]:
             "Pinned sends",
             Kind.TIME,
             (Query(q.total(q.handoffs_open(SELECTED), ("instance",)), "{{instance}}"),),
-            "Hand-offs issued and not yet read: their blocks are kept. Grows without end: decode does not read, or"
+            "Hand-offs issued and not yet read: their blocks are kept. Grows without end: decode"
+            " does not read, or"
             " the lease is too long.",
             Unit.COUNT,
             6,
@@ -417,7 +435,8 @@ def prefill_panels() -> tuple[Panel, ...]:
             "Oldest pinned hand-off",
             Kind.TIME,
             (Query(f"max by (instance) ({q.oldest_handoff_age(SELECTED)})", "{{instance}}"),),
-            "Beyond the lease (NIXL: kv_lease_duration, 30 s, longer while decode sends heartbeats) blocks are stuck.",
+            "Beyond the lease (NIXL: kv_lease_duration, 30 s, longer while decode sends"
+            " heartbeats) blocks are stuck.",
             Unit.SECONDS,
             6,
             thresholds=((LIMITS.pinned_age, ORANGE),),
@@ -437,7 +456,8 @@ def prefill_panels() -> tuple[Panel, ...]:
             "Hand-off age at decode",
             Kind.TIME,
             tuple(Query(q.quantile(at, ages), name) for at, name in QUANTILES),
-            "Issued on prefill until admitted on decode, where stamps travel. Near the lease: decode queues too long.",
+            "Issued on prefill until admitted on decode, where stamps travel. Near the lease:"
+            " decode queues too long.",
             Unit.SECONDS,
             6,
             runbook="handoff_expired",
@@ -459,7 +479,10 @@ def check_panels() -> tuple[Panel, ...]:
         Panel(
             "Requests: shim and vLLM",
             Kind.TIME,
-            (Query(shim, "shim, verdicts"), Query(q.rate(q.stock(q.STOCK_REQUESTS, SELECTED)), "vLLM, successes")),
+            (
+                Query(shim, "shim, verdicts"),
+                Query(q.rate(q.stock(q.STOCK_REQUESTS, SELECTED)), "vLLM, successes"),
+            ),
             "Should run together; a verdict comes earlier than a success by the time of decoding. vLLM alone: a"
             " server without the shim, or a silent one.",
             Unit.REQUESTS,
@@ -473,7 +496,8 @@ def check_panels() -> tuple[Panel, ...]:
                 Query(q.explained_token_rate(SELECTED), "shim"),
                 Query(q.local_token_rate(SELECTED), "vLLM local_compute"),
             ),
-            "Should be equal but for one token a fully loaded request. vLLM counts loads as remote even when they"
+            "Should be equal but for one token a fully loaded request. vLLM counts loads as"
+            " remote even when they"
             " fail later.",
             Unit.TOKENS_RATE,
             6,
@@ -502,7 +526,8 @@ def check_panels() -> tuple[Panel, ...]:
             "NIXL transfer time (vLLM)",
             Kind.TIME,
             tuple(Query(q.quantile(at, nixl), name) for at, name in QUANTILES),
-            "The transfer alone. Much shorter than Load wait: the time goes into queues and handshakes, not the wire.",
+            "The transfer alone. Much shorter than Load wait: the time goes into queues and"
+            " handshakes, not the wire.",
             Unit.SECONDS,
             6,
         ),
@@ -521,7 +546,8 @@ def check_panels() -> tuple[Panel, ...]:
                 Query(q.router_decisions(SELECTED), "router: {{decision_type}}"),
                 Query(q.outcome_rate(SELECTED, 'outcome=~"remote|local_prefill"'), "decode: {{outcome}}"),
             ),
-            "Where llm-d's counter is scraped: `prefill-decode` well above `remote` means that hand-offs get lost"
+            "Where llm-d's counter is scraped: `prefill-decode` well above `remote` means that"
+            " hand-offs get lost"
             " between the router and decode; its sidecar falls back without a word to decode.",
             Unit.REQUESTS,
             12,

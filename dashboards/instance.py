@@ -22,7 +22,8 @@ def engine_panels() -> tuple[Panel, ...]:
             "Requests in the engine",
             Kind.TIME,
             by_state,
-            "Waiting grows on decode: local prefills or a full cache hold everybody up. Requests that wait for remote"
+            "Waiting grows on decode: local prefills or a full cache hold everybody up. Requests"
+            " that wait for remote"
             " KV count as waiting.",
             Unit.COUNT,
             8,
@@ -31,7 +32,8 @@ def engine_panels() -> tuple[Panel, ...]:
             "KV cache in use",
             Kind.TIME,
             (Query(cache, "engine {{engine}}"),),
-            "Full on prefill: pinned hand-offs may be the cause (row Prefill side). Full on decode: requests get"
+            "Full on prefill: pinned hand-offs may be the cause (row Prefill side). Full on"
+            " decode: requests get"
             " preempted and computed again.",
             Unit.SHARE,
             8,
@@ -41,7 +43,8 @@ def engine_panels() -> tuple[Panel, ...]:
             "Preemptions",
             Kind.TIME,
             (Query(q.rate(q.stock(q.STOCK_PREEMPTIONS, SELECTED), by=("engine",)), "engine {{engine}}"),),
-            "Each one's prompt is computed again: kind `recomputed` in row Cost. More KV cache or fewer sequences.",
+            "Each one's prompt is computed again: kind `recomputed` in row Cost. More KV cache"
+            " or fewer sequences.",
             Unit.REQUESTS,
             8,
         ),
@@ -51,7 +54,9 @@ def engine_panels() -> tuple[Panel, ...]:
 def split_panels() -> tuple[Panel, ...]:
     """Where the fleet dashboard adds up, this one splits."""
     params = q.rate(q.series(catalog.PARAMS, SELECTED), by=("source", "endpoint"))
-    reasons = q.rate(q.series(catalog.REQUESTS, SELECTED, f'reason=~"{q.FAULTS}"'), by=("engine", "outcome", "reason"))
+    reasons = q.rate(
+        q.series(catalog.REQUESTS, SELECTED, f'reason=~"{q.FAULTS}"'), by=("engine", "outcome", "reason")
+    )
     loads = q.total(q.loads_in_flight(SELECTED), ("engine",))
     return (
         Panel(

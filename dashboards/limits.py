@@ -10,7 +10,7 @@ RATIO_WINDOWS = ("5m", "30m", "1h", "6h")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Thresholds (ratios as fractions, rates per second, ages in seconds) and `for` durations (`*_for`, seconds)."""
+    """Thresholds (ratios as fractions, rates per second, ages in seconds) and waiting times (`*_for`)."""
 
     ratio_floor: float = 0.1  # requests/s below which a ratio says nothing
     ratio_warning: float = 0.05

@@ -6,7 +6,7 @@ import zlib
 from urllib.parse import quote
 
 GRAFANA_URL = "http://localhost:3000"
-"""Grafana as alert receivers reach it: the compose kit's; `shim dashboards export --grafana-url` writes another."""
+"""Grafana as alert receivers reach it: the compose kit's; `shim dashboards export` can write another."""
 
 FLEET_UID = "vllm-kv-shim-fleet"
 INSTANCE_UID = "vllm-kv-shim-instance"
@@ -24,7 +24,6 @@ def entry_id(name: str) -> int:
 def runbook_path(name: str) -> str:
     """The runbook entry of an alert or reason, inside Grafana; the fragment names the heading in runbook.md."""
     return f"/d/{RUNBOOK_UID}?viewPanel={entry_id(name)}#{name.lower()}"
-
 
 
 def traces_path(condition: str) -> str:

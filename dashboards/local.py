@@ -7,12 +7,14 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
 
 def free_port() -> int:
@@ -83,7 +85,8 @@ def _wait(url: str, process: subprocess.Popen[bytes], patience: float, log: Path
                 return
         except OSError:
             time.sleep(0.1)
-    msg = f"prometheus: not ready after {patience} s, wanted an answer on {url}; its log:\n{log.read_text()[-2000:]}"
+    end_of_log = log.read_text()[-2000:]
+    msg = f"prometheus: not ready after {patience} s, wanted an answer on {url}; its log:\n{end_of_log}"
     raise RuntimeError(msg)
 
 

@@ -6,13 +6,16 @@ those of vLLM's `v1/metrics/loggers.py` and `kv_connector/v1/nixl/stats.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shim.telemetry import catalog
 from shim.telemetry.catalog import Metric
 from shim.telemetry.catalog import Scope as CountedIn
 from shim.verdict import Outcome, Reason, ReasonClass, TokenKind, reasons_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 TARGET = ("cluster", "namespace", "job", "instance")
 """What names one scraped server; a label that a fleet does not have matches as empty."""
@@ -128,7 +131,9 @@ def quantile(q: float, buckets: str, window: str = RATE, by: Iterable[str] = ())
 
 def fault_rate(scope: Scope, window: str = RATE, by: Iterable[str] = ()) -> str:
     """Requests per second that should have been served from remote KV and were not: the operator's faults."""
-    return rate(series(catalog.REQUESTS, scope, f'outcome=~"{BAD_OUTCOMES}"', f'reason=~"{OPERATOR}"'), window, by)
+    return rate(
+        series(catalog.REQUESTS, scope, f'outcome=~"{BAD_OUTCOMES}"', f'reason=~"{OPERATOR}"'), window, by
+    )
 
 
 def pullable_rate(scope: Scope, window: str = RATE, by: Iterable[str] = ()) -> str:
@@ -152,7 +157,7 @@ def outcome_rate(scope: Scope, *matchers: str, window: str = RATE, by: Iterable[
 
 
 def reason_rate(scope: Scope, reasons: str = FAULTS) -> str:
-    """Requests per second by reason; only reasons that occur, or two dozen lines at 0 hide the one that matters."""
+    """Requests per second by reason; only those that occur: two dozen lines at 0 would hide them."""
     picked = series(catalog.REQUESTS, scope, f'reason=~"{reasons}"')
     return f"{rate(picked, by=('reason',))} > 0"
 
@@ -237,8 +242,9 @@ def local_token_rate(scope: Scope, *matchers: str, window: str = RATE, by: Itera
 def router_decisions(scope: Scope, window: str = RATE) -> str:
     """llm-d's routing decisions per second, under whichever one of its names is there.
 
-    The same as `{__name__=~"llm_d_(epp|router_epp|inference_scheduler)_disagg_decision_total"}`, but a router that
-    exports its old name beside the new one is not counted twice. Its series carry none of a server's labels.
+    The same as `{__name__=~"llm_d_(epp|router_epp|inference_scheduler)_disagg_decision_total"}`, but a
+    router that exports its old name beside the new one is not counted twice. Its series carry none of a
+    server's labels.
     """
     where = Scope(tuple(m for m in scope.matchers if m.startswith(("cluster", "namespace"))), scope.model)
     return "\nor\n".join(rate(stock(name, where), window, ("decision_type",)) for name in LLMD_DECISIONS)

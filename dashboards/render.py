@@ -1,8 +1,9 @@
 """Draws a dashboard's layout with live data to a PNG, to look at where Grafana cannot be had.
 
 `python -m dashboards.render --fake fleet.png` draws a fleet that is not there;
-`python -m dashboards.render --prometheus http://localhost:9090 fleet.png` a real one. Needs matplotlib. Grafana's
-grid, titles, units, thresholds and legends are kept; it exits with 1 when panels overlap or a title does not fit.
+`python -m dashboards.render --prometheus http://localhost:9090 fleet.png` a real one.
+Needs matplotlib. Grafana's grid, titles, units, thresholds and legends are kept; it exits with 1 when panels
+overlap or a title does not fit.
 """
 
 from __future__ import annotations
@@ -16,25 +17,42 @@ import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from . import check, fake, local
+from .panels import COLUMNS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH, ROW, GAP = 1600, 38, 8
 """Grafana's look at 1600 px: a grid row is 30 px and an 8 px gap."""
 
 DPI = 100
+CHARACTER = 4.6
+"""Pixels that a character of a table's text takes, on average."""
+
 BACK, CARD, INK, DIM, GRID = "#111217", "#181b1f", "#d8d9da", "#8e9297", "#2c3235"
 COLOURS = {"green": "#56a64b", "yellow": "#e0b400", "orange": "#ff780a", "red": "#e02f44", "blue": "#3274d9"}
-LINES = ("#7eb26d", "#eab839", "#6ed0e0", "#ef843c", "#e24d42", "#1f78c1", "#ba43a9", "#705da0", "#508642", "#cca300")
+LINES = (
+    "#7eb26d",
+    "#eab839",
+    "#6ed0e0",
+    "#ef843c",
+    "#e24d42",
+    "#1f78c1",
+    "#ba43a9",
+    "#705da0",
+    "#508642",
+    "#cca300",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +123,9 @@ class Drawing:
     def draw(self) -> None:
         """Everything that is on the page."""
         self._text(12, 14, self.board["title"], 15, INK)
-        chosen = "   ".join(f"{name}: All" for name in ("cluster", "namespace", "job", "role", "model", "instance"))
+        chosen = "   ".join(
+            f"{name}: All" for name in ("cluster", "namespace", "job", "role", "model", "instance")
+        )
         self._text(12, 38, chosen, 9, DIM)
         self.faults += overlaps(self.board)
         for panel in self.board["panels"]:
@@ -118,7 +138,7 @@ class Drawing:
 
     def _panel(self, panel: dict[str, Any]) -> None:
         place = panel["gridPos"]
-        column = (WIDTH - GAP) / 24
+        column = (WIDTH - GAP) / COLUMNS
         x, y = GAP + place["x"] * column, 60 + place["y"] * ROW
         w, h = place["w"] * column - GAP, place["h"] * ROW - GAP
         if panel["type"] == "row":
@@ -126,7 +146,15 @@ class Drawing:
             return
         corner = (x / WIDTH, 1 - (y + h) / self.height)
         self.figure.add_artist(
-            Rectangle(corner, w / WIDTH, h / self.height, facecolor=CARD, edgecolor=GRID, transform=self.figure.transFigure, zorder=-2)
+            Rectangle(
+                corner,
+                w / WIDTH,
+                h / self.height,
+                facecolor=CARD,
+                edgecolor=GRID,
+                transform=self.figure.transFigure,
+                zorder=-2,
+            )
         )
         title = self._text(x + 8, y + 6, panel["title"], 9.5, INK)
         box = title.get_window_extent(self.figure.canvas.get_renderer())  # type: ignore[attr-defined]
@@ -147,13 +175,19 @@ class Drawing:
         defaults = panel["fieldConfig"]["defaults"]
         found = self.window.instant(panel["targets"][0]["expr"])
         value = float(found[0]["value"][1]) if found else None
-        text = defaults.get("noValue", "-") if value is None else shown(value, defaults["unit"], defaults.get("decimals"))
+        text = (
+            defaults.get("noValue", "-")
+            if value is None
+            else shown(value, defaults["unit"], defaults.get("decimals"))
+        )
         steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
         back = COLOURS["green"] if value is None and steps[0]["color"] == "green" else DIM
         back = back if value is None else colour(panel, value)
         corner = (x / WIDTH, 1 - (y + h) / self.height)
         self.figure.add_artist(
-            Rectangle(corner, w / WIDTH, h / self.height, facecolor=back, transform=self.figure.transFigure, zorder=-1)
+            Rectangle(
+                corner, w / WIDTH, h / self.height, facecolor=back, transform=self.figure.transFigure, zorder=-1
+            )
         )
         self._text(x + w / 2, y + h / 2, text, 17, "white", ha="center", va="center", weight="bold")
 
@@ -209,7 +243,9 @@ class Drawing:
             if stacked:
                 here = {t: (0.0 if math.isnan(float(v)) else float(v)) for t, v in values}
                 top = {t: base[t] + here.get(t, 0.0) for t in grid}
-                axes.fill_between(grid, list(base.values()), list(top.values()), color=ink, alpha=0.6, linewidth=0.6)
+                axes.fill_between(
+                    grid, list(base.values()), list(top.values()), color=ink, alpha=0.6, linewidth=0.6
+                )
                 base = top
             else:
                 axes.plot([t for t, _ in values], [float(v) for _, v in values], color=ink, linewidth=1.2)
@@ -220,10 +256,11 @@ class Drawing:
         names = {key: options["renameByName"][key] for key in order}
         rows = [item["metric"] for item in self.window.instant(panel["targets"][0]["expr"])]
         widths = {
-            key: max(len(head), *(len(row.get(key, "")) for row in rows or [{}])) + 1.5 for key, head in names.items()
+            key: max(len(head), *(len(row.get(key, "")) for row in rows or [{}])) + 1.5
+            for key, head in names.items()
         }
         scale = w / sum(widths.values())
-        if scale < 4.6:
+        if scale < CHARACTER:
             self.faults.append(f"table too wide: {panel['title']}")
         left = x
         for key, head in names.items():
@@ -235,10 +272,15 @@ class Drawing:
     def _bars(self, panel: dict[str, Any], x: float, y: float, w: float, h: float) -> None:
         defaults = panel["fieldConfig"]["defaults"]
         target = panel["targets"][0]
-        found = [(named(target["legendFormat"], i["metric"]), float(i["value"][1])) for i in self.window.instant(target["expr"])]
+        found = [
+            (named(target["legendFormat"], i["metric"]), float(i["value"][1]))
+            for i in self.window.instant(target["expr"])
+        ]
         found = sorted(found, key=lambda item: -item[1])
         if not found:
-            self._text(x + w / 2, y + h / 2, defaults.get("noValue", "No data"), 10, DIM, ha="center", va="center")
+            self._text(
+                x + w / 2, y + h / 2, defaults.get("noValue", "No data"), 10, DIM, ha="center", va="center"
+            )
         most = max((value for _, value in found), default=1) or 1
         each = min(30.0, h / max(len(found), 1))
         for index, (name, value) in enumerate(found):
@@ -257,7 +299,11 @@ class Drawing:
 
     def _words(self, panel: dict[str, Any], x: float, y: float, w: float, h: float) -> None:
         wide = int(w / 5.8)
-        lines = [part for line in panel["options"]["content"].splitlines() for part in textwrap.wrap(line, wide) or [""]]
+        lines = [
+            part
+            for line in panel["options"]["content"].splitlines()
+            for part in textwrap.wrap(line, wide) or [""]
+        ]
         self._text(x, y, "\n".join(lines[: int(h / 13)]).replace("**", "").replace("$", r"\$"), 8, INK)
         if len(lines) > int(h / 13):
             self.faults.append(f"text is cut: {panel['title']}")
@@ -269,9 +315,13 @@ def overlaps(board: dict[str, Any]) -> list[str]:
     found = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
-        if place["x"] + place["w"] > 24:
+        if place["x"] + place["w"] > COLUMNS:
             found.add(f"outside the grid: {panel['title']}")
-        for cell in ((x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])):
+        for cell in (
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        ):
             if cell in taken:
                 found.add(f"overlap: {taken[cell]} and {panel['title']}")
             taken[cell] = panel["title"]
@@ -281,6 +331,7 @@ def overlaps(board: dict[str, Any]) -> list[str]:
 def pretend(folder: Path, end: float, hours: float = 3) -> None:
     """A past of two decode and two prefill servers with a bad half hour."""
     start = end - hours * 3600
+
     def versions(role: str, expect: str) -> tuple[str, ...]:
         return ("0.1.0", "0.32.0", "NixlConnector", role, "recompute", expect, "active")
 
@@ -289,13 +340,28 @@ def pretend(folder: Path, end: float, hours: float = 3) -> None:
         decode = fake.Exporter(versions("kv_consumer", "always"), started=start - 600)
         decode.gauges |= {
             ("vllm:num_requests_running", ()): 40.0, ("vllm:num_requests_waiting", ()): 2.0,
-            ("vllm:kv_cache_usage_perc", ()): 0.61, (fake.catalog.PEERS.name, ("open",)): float(index),
+            ("vllm:kv_cache_usage_perc", ()): 0.61, ("peers", ("open",)): float(index),
         }  # fmt: skip
         prefill = fake.Exporter(versions("kv_producer", "never"), started=start - 600)
-        prefill.gauges |= {("vllm:kv_cache_usage_perc", ()): 0.35, ("oldest_handoff_start_timestamp_seconds", ()): end - 9}
+        prefill.gauges |= {
+            ("vllm:kv_cache_usage_perc", ()): 0.35,
+            ("oldest_handoff_start_timestamp_seconds", ()): end - 9,
+        }
         place = {"cluster": "eu-1", "namespace": "llm"}
-        servers.append(({**place, "job": "decode", "role": "decode", "instance": f"decode-{index}:8000"}, decode, fake.decode_story))
-        servers.append(({**place, "job": "prefill", "role": "prefill", "instance": f"prefill-{index}:8000"}, prefill, fake.prefill_story))
+        servers.append(
+            (
+                {**place, "job": "decode", "role": "decode", "instance": f"decode-{index}:8000"},
+                decode,
+                fake.decode_story,
+            )
+        )
+        servers.append(
+            (
+                {**place, "job": "prefill", "role": "prefill", "instance": f"prefill-{index}:8000"},
+                prefill,
+                fake.prefill_story,
+            )
+        )
     local.backfill(folder, fake.openmetrics(servers, start, end, 30))
 
 

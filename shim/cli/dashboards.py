@@ -70,7 +70,8 @@ def write(target: Path, *, grafana_url: str = DEFAULT_GRAFANA, overwrite: bool =
         path for path, text in new.items() if (target / path).exists() and (target / path).read_bytes() != text
     ]
     if clash and not overwrite:
-        msg = f"dashboards: found {len(clash)} files in {target} that differ, first {clash[0]}; wanted none; use --force"
+        found_there = f"{len(clash)} files in {target} that differ, first {clash[0]}"
+        msg = f"dashboards: found {found_there}; wanted none; use --force to replace them"
         raise ContentError(msg)
     for path, text in new.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,9 @@ def export(
     grafana_url: Annotated[
         str, typer.Option(help="Grafana's address for the links in alerts.")
     ] = DEFAULT_GRAFANA,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that differ.")] = False,  # noqa: FBT002  # typer's way to declare a switch
+    force: Annotated[  # noqa: FBT002  # typer's way to declare a switch
+        bool, typer.Option("--force", help="Replace files that differ.")
+    ] = False,  # typer's way to declare a switch
 ) -> None:
     """Write dashboards, rules and their tests, runbook and kits to DIR."""
     try:

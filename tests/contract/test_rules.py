@@ -1,4 +1,4 @@
-"""The alert rules, run by promtool: they are valid, their tests pass, and no number in them can change unseen."""
+"""The alert rules, run by promtool: valid, their tests pass, and no number in them can change unseen."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT))
 
 yaml = pytest.importorskip("yaml")
 
-from dashboards import alerts, generate  # noqa: E402  # the repository's folder has to be on the path first
-from dashboards.limits import LIMITS, Limits  # noqa: E402
+from dashboards import alerts, generate  # the repository's folder has to be on the path first  # noqa: E402  # the repository's folder has to be on the path first
+from dashboards.limits import LIMITS, Limits  # noqa: E402  # the repository's folder has to be on the path first
 
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
 TESTS = sorted((ROOT / "dashboards" / "tests").glob("*.yaml"))
@@ -42,21 +42,26 @@ def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
     memory = Path("/dev/shm")
     env = {**os.environ, "TMPDIR": str(memory)} if memory.is_dir() else None
     command = [PROMTOOL, *map(str, arguments)]
-    out, err = subprocess.PIPE, subprocess.STDOUT  # in one stream: promtool names the file in one, the failure in the other
+    out, err = (
+        subprocess.PIPE,
+        subprocess.STDOUT,
+    )  # in one stream: promtool names the file in one, the failure in the other
     return subprocess.run(command, stdout=out, stderr=err, text=True, check=False, timeout=600, env=env)
 
 
 def written(folder: Path, name: str, limits: Limits, only: set[str], *, firing: bool = False) -> Path:
     """Rules and rule tests cut down to these alerts: what can't matter to them costs no time.
 
-    With `firing`, only cases in which one of them fires at some time: a higher threshold or another waiting time
-    can show in no other.
+    With `firing`, only cases in which one of them fires at some time: a higher threshold or another waiting
+    time can show in no other.
     """
     kept = [alert.rule() for alert in alerts.alerts(limits) if alert.name in only]
     text = "\n".join(rule["expr"] for rule in kept)
     needed = [rule for rule in alerts.recordings() if _recorded(rule) in text]
     rules = folder / f"{name}.rules.yaml"
-    rules.write_text(generate.to_yaml({"groups": [{"name": "cut", "rules": [*needed, *kept]}]}), encoding="utf-8")
+    rules.write_text(
+        generate.to_yaml({"groups": [{"name": "cut", "rules": [*needed, *kept]}]}), encoding="utf-8"
+    )
     read = set(re.findall(r"vllm:\w+", text + "\n".join(rule["expr"] for rule in needed)))
     cases = []
     for case in CASES:
@@ -155,8 +160,10 @@ def test_a_changed_number_fails_a_rule_test(change: str, survived: dict[str, boo
 
 
 def test_every_number_of_an_alert_is_one_of_the_limits() -> None:
-    """Nothing is compared with a number that the test above does not change; windows and 0 (is there any) aside."""
-    shifted = dataclasses.replace(LIMITS, **{name: value for name, value in changes() if not name.endswith("_for")})
+    """Nothing is compared with a number that the test above leaves alone, 0 (is there any) aside."""
+    shifted = dataclasses.replace(
+        LIMITS, **{name: value for name, value in changes() if not name.endswith("_for")}
+    )
     for was, now in zip(alerts.alerts(), alerts.alerts(shifted), strict=True):
         for before, after in zip(_compared(was.expr), _compared(now.expr), strict=True):
             assert before == "0" or before != after, was.name

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 pytest.importorskip("yaml")
 
-from dashboards import check, fake, local  # noqa: E402  # the repository's folder has to be on the path first
+from dashboards import check, fake, local  # the repository's folder has to be on the path first  # noqa: E402  # the repository's folder has to be on the path first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

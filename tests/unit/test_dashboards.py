@@ -15,10 +15,10 @@ sys.path.insert(0, str(ROOT))
 
 yaml = pytest.importorskip("yaml")
 
-from dashboards import alerts, check, generate, links, panels, runbook  # noqa: E402  # the repository's folder first
-from shim.telemetry import catalog  # noqa: E402
-from shim.telemetry.catalog import Kind  # noqa: E402
-from shim.verdict import Endpoint, HandoffReason, Outcome, Reason, ReasonClass, TokenKind, reasons_of  # noqa: E402
+from dashboards import alerts, check, generate, links, panels, runbook  # the repository's folder first  # noqa: E402  # the repository's folder has to be on the path first
+from shim.telemetry import catalog  # noqa: E402  # the repository's folder has to be on the path first
+from shim.telemetry.catalog import Kind  # noqa: E402  # the repository's folder has to be on the path first
+from shim.verdict import Endpoint, HandoffReason, Outcome, Reason, ReasonClass, TokenKind, reasons_of  # noqa: E402  # the repository's folder has to be on the path first
 
 BOARDS = {name: json.loads((check.GENERATED / f"{name}.json").read_text()) for name in generate.BOARDS}
 ASKING = ("fleet", "instance")
@@ -236,7 +236,7 @@ def test_runbook_links_of_panels_lead_to_an_entry() -> None:
 
 
 def test_links_to_traces_are_searches_by_reason() -> None:
-    """TraceQL on the span attribute, in Explore, on the traces variable; what Grafana fills in stays unescaped."""
+    """TraceQL on the span attribute, in Explore, on the traces variable; Grafana's ${…} is not escaped."""
     url = links.traces_path('{ span.vllm.kv_transfer.reason = "${__field.labels.reason}" }')
     assert url in json.dumps(BOARDS["fleet"])
     assert "${__field.labels.reason}" in url

@@ -34,7 +34,13 @@ def test_everything_is_written_as_it_is(tmp_path: Path) -> None:
     code, output = run(tmp_path / "out")
     assert code == 0, output
     written = tree(tmp_path / "out")
-    for name in ("README.md", "runbook.md", "generated/fleet.json", "generated/alerts.yaml", "tests/ratio.yaml"):
+    for name in (
+        "README.md",
+        "runbook.md",
+        "generated/fleet.json",
+        "generated/alerts.yaml",
+        "tests/ratio.yaml",
+    ):
         assert written[name] == (ROOT / "dashboards" / name).read_bytes()
     assert "deploy/compose/compose.yaml" in written
     assert "deploy/kubernetes/kustomization.yaml" in written
@@ -73,7 +79,9 @@ def test_links_in_alerts_lead_to_the_grafana_that_was_named(tmp_path: Path) -> N
     assert dashboards.DEFAULT_GRAFANA in (tmp_path / "deploy/compose/compose.yaml").read_text()
 
 
-def test_an_installation_without_the_content_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_installation_without_the_content_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """No traceback."""
     monkeypatch.setattr(dashboards, "__file__", str(tmp_path / "shim" / "cli" / "dashboards.py"))
     code, output = run(tmp_path / "out")

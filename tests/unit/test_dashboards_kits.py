@@ -41,7 +41,16 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 def test_the_kit_has_what_was_promised() -> None:
     """Servers, router, and everything to watch them with."""
-    promised = {"prefill", "decode", "router", "prometheus", "alertmanager", "grafana", "otel-collector", "tempo"}
+    promised = {
+        "prefill",
+        "decode",
+        "router",
+        "prometheus",
+        "alertmanager",
+        "grafana",
+        "otel-collector",
+        "tempo",
+    }
     assert promised <= set(KIT["services"])
 
 
@@ -68,7 +77,10 @@ def test_mounted_files_and_named_things_are_there() -> None:
     for name, service in services.items():
         for mount in service.get("volumes", ()):
             source = mount.split(":")[0]
-            assert (COMPOSE / source).exists() if source.startswith(".") else source in KIT["volumes"], (name, mount)
+            assert (COMPOSE / source).exists() if source.startswith(".") else source in KIT["volumes"], (
+                name,
+                mount,
+            )
         needs = service.get("depends_on", {})
         for other in needs:
             assert other in services
@@ -194,7 +206,9 @@ def test_promtool_accepts_the_kits_configuration() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool not found; apt-get install prometheus-alertmanager")
+@pytest.mark.skipif(
+    shutil.which("amtool") is None, reason="amtool not found; apt-get install prometheus-alertmanager"
+)
 def test_amtool_accepts_the_kits_configuration() -> None:
     """As Alertmanager itself would read it."""
     command = ["amtool", "check-config", COMPOSE / "alertmanager" / "alertmanager.yml"]
@@ -215,7 +229,9 @@ def router() -> ModuleType:
     return module
 
 
-def route(router: ModuleType, body: Any, prefill_answers: Any) -> tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]:
+def route(
+    router: ModuleType, body: Any, prefill_answers: Any
+) -> tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]:
     """One request through the router; its answer, and what prefill and decode were sent."""
     import asyncio
 
@@ -261,7 +277,9 @@ def test_the_router_hands_prefills_params_to_decode(router: ModuleType) -> None:
     assert second["traceparent"] == "00-a-b-01"
 
 
-@pytest.mark.parametrize("answers", [{"kv_transfer_params": None}, {}, OSError("gone")], ids=["null", "none", "down"])
+@pytest.mark.parametrize(
+    "answers", [{"kv_transfer_params": None}, {}, OSError("gone")], ids=["null", "none", "down"]
+)
 def test_the_router_goes_on_without_a_hand_off_and_says_that_it_tried(router: ModuleType, answers: Any) -> None:
     """Decode gets the key with null: its shim can tell that from a request that was never to be split."""
     if isinstance(answers, OSError):

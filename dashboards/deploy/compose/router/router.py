@@ -1,7 +1,7 @@
-"""A small router: prefill first, then decode with prefill's hand-off. For trying things out, not for production.
+"""A small router: prefill first, then decode with prefill's hand-off. To try things out, not for production.
 
-Its environment: PREFILL_URL, DECODE_URL, PORT (8000). A prefill that fails or hands nothing over is no reason to
-fail: decode then gets the request alone, and its shim counts why.
+Its environment: PREFILL_URL, DECODE_URL, PORT (8000). A prefill that fails or hands nothing over is no reason
+to fail: decode then gets the request alone, and its shim counts why.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 PREFILL = os.environ.get("PREFILL_URL", "http://localhost:8100")
 DECODE = os.environ.get("DECODE_URL", "http://localhost:8200")
@@ -42,7 +44,7 @@ def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
     return wanted
 
 
-def make_app(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> FastAPI:
+def make_app(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> FastAPI:  # a few small handlers  # noqa: C901  # a few small handlers
     """The application, over clients whose base URLs are the two servers."""
 
     @asynccontextmanager
@@ -103,5 +105,9 @@ if __name__ == "__main__":
     import uvicorn
 
     limits = httpx.Limits(max_connections=None)
-    clients = [httpx.AsyncClient(base_url=url, timeout=None, limits=limits) for url in (PREFILL, DECODE)]  # noqa: S113  # generation takes as long as it takes
-    uvicorn.run(make_app(*clients), host="0.0.0.0", port=int(os.environ.get("PORT", "8000")))  # noqa: S104  # inside a container
+    clients = [
+        httpx.AsyncClient(base_url=url, timeout=None, limits=limits) for url in (PREFILL, DECODE)
+    ]  # generation takes as long as it takes
+    uvicorn.run(
+        make_app(*clients), host="0.0.0.0", port=int(os.environ.get("PORT", "8000"))
+    )  # inside a container
