@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from shim.account import LATER_INPUT, Account, Ending
 from shim.verdict import (
@@ -66,14 +67,15 @@ class Ledger:
         # The API server's clock starts a little earlier, and its abort takes a little to arrive.
         self._patience = None if load_timeout is None else 0.9 * load_timeout
         self._entries: dict[str, Account] = {}
-        self._open: dict[str, None] = {}
-        self._steps = 0
-        self._done = 0
+        # Requests that have blocks, wait for no load, and whose prompt is not yet wholly scheduled.
+        self.open: dict[str, None] = {}
+        self.steps = 0
+        self.done = 0
         # OrderedDict: unlike a dict it finds its first item in O(1) after many removals at the front.
         self._loads: OrderedDict[str, float] = OrderedDict()
         self._handoffs: OrderedDict[str, Handoff] = OrderedDict()
-        self._unconfirmed: OrderedDict[str, int] = OrderedDict()  # synchronous loads by step
-        self._completing: OrderedDict[str, int] = OrderedDict()  # last prompt chunks by step
+        self.unconfirmed: OrderedDict[str, int] = OrderedDict()  # synchronous loads by step
+        self.completing: OrderedDict[str, int] = OrderedDict()  # last prompt chunks by step
         self._oldest = (0.0, 0.0)
 
     def __len__(self) -> int:
@@ -82,11 +84,6 @@ class Ledger:
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._entries
-
-    @property
-    def open_ids(self) -> Collection[str]:
-        """Requests that have blocks, wait for no load, and whose prompt is not yet wholly scheduled."""
-        return self._open.keys()
 
     @property
     def loading_ids(self) -> Collection[str]:
@@ -131,13 +128,13 @@ class Ledger:
         entry = self._entries.get(request_id)
         if entry is None:
             return
-        entry.allocated_in = self._steps
+        entry.allocated_in = self.steps
         answer, entry.answer = entry.answer, None
         asynchronous, entry.asynchronous = entry.asynchronous, False
         if entry.load_at is not None:  # blocks are given again only after it
             self._close_load(request_id, entry)
         if external <= 0:
-            self._open[request_id] = None
+            self.open[request_id] = None
             if answer is not None:
                 entry.position = entry.local
                 entry.overridden = answer > 0
@@ -153,9 +150,9 @@ class Ledger:
         entry.decide(now)
         self._loads[request_id] = now
         if asynchronous:
-            self._open.pop(request_id, None)
+            self.open.pop(request_id, None)
         else:
-            self._open[request_id] = None
+            self.open[request_id] = None
         for observer in self._observers:
             observer.load_started(now)
         if len(self._loads) == 1:
@@ -175,32 +172,32 @@ class Ledger:
         entry.prompt = prompt_tokens
         entry.position = start + count
         if entry.load_at is not None:
-            self._unconfirmed.setdefault(request_id, self._steps + 1)
+            self.unconfirmed.setdefault(request_id, self.steps + 1)
         if entry.position >= prompt_tokens:
-            self._open.pop(request_id, None)
+            self.open.pop(request_id, None)
             if entry.judged is None:
-                self._completing.setdefault(request_id, self._steps + 1)
+                self.completing.setdefault(request_id, self.steps + 1)
         if start < prompt_tokens:
             self._compute(entry, start, min(entry.position, prompt_tokens))
 
     def step_scheduled(self) -> None:
         """The step is built; its output may come after later steps are built, in the same order."""
-        self._steps += 1
+        self.steps += 1
 
     def step_done(self) -> None:
         """The oldest outstanding step's output was processed, load failures of that step included."""
-        if self._done < self._steps:
-            self._done += 1
-        while self._unconfirmed:
-            request_id, step = next(iter(self._unconfirmed.items()))
-            if step > self._done:
+        if self.done < self.steps:
+            self.done += 1
+        while self.unconfirmed:
+            request_id, step = next(iter(self.unconfirmed.items()))
+            if step > self.done:
                 break
             self._close_load(request_id, self._entries[request_id])
-        while self._completing:
-            request_id, step = next(iter(self._completing.items()))
-            if step > self._done:
+        while self.completing:
+            request_id, step = next(iter(self.completing.items()))
+            if step > self.done:
                 break
-            del self._completing[request_id]
+            del self.completing[request_id]
             self._judge(request_id, self._entries[request_id])
 
     def preempted(self, request_ids: Iterable[str]) -> None:
@@ -208,7 +205,7 @@ class Ledger:
         for request_id in request_ids:
             entry = self._entries.get(request_id)
             # Within one step blocks are taken away before they are given; then `asked` has noticed the loss.
-            if entry is not None and entry.allocated_in != self._steps:
+            if entry is not None and entry.allocated_in != self.steps:
                 self._lose(request_id, entry)
 
     # -- loads
@@ -261,8 +258,8 @@ class Ledger:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
-        self._open.pop(request_id, None)
-        self._completing.pop(request_id, None)
+        self.open.pop(request_id, None)
+        self.completing.pop(request_id, None)
         now = self._clock()
         outcome: tuple[Outcome, Reason] | None = None
         if how is Ending.ERROR:
@@ -277,7 +274,7 @@ class Ledger:
             outcome = Outcome.ABORTED, Reason.LOAD_TIMEOUT if late else Reason.NONE
         if entry.load_at is not None:
             self._close_load(request_id, entry, aborted=how is Ending.ABORTED)
-        self._open.pop(request_id, None)
+        self.open.pop(request_id, None)
         if entry.judged is None:
             self._judge(request_id, entry, outcome)
         if handoff is not None:
@@ -288,7 +285,7 @@ class Ledger:
         record = self._handoffs.pop(request_id, None)
         if record is None:
             return
-        closed = replace(record, end=end, ended_at=self._clock())
+        closed = structs.replace(record, end=end, ended_at=self._clock())
         for observer in self._observers:
             observer.handoff_closed(closed)
         if record.issued_at == self._oldest[1]:
@@ -313,22 +310,22 @@ class Ledger:
 
     def _lose(self, request_id: str, entry: Account) -> None:
         """All KV is gone. A load that ran beside the lost step had been booked and nothing says it failed."""
-        self._open.pop(request_id, None)
-        self._completing.pop(request_id, None)
+        self.open.pop(request_id, None)
+        self.completing.pop(request_id, None)
         entry.lose()
         if entry.load_at is not None:
             self._close_load(request_id, entry)
 
     def _fail(self, request_id: str, entry: Account, valid: int) -> None:
         entry.fail(valid, self._clock())
-        self._completing.pop(request_id, None)
+        self.completing.pop(request_id, None)
         if not entry.asynchronous:
-            self._open[request_id] = None
+            self.open[request_id] = None
 
     def _close_load(self, request_id: str, entry: Account, *, aborted: bool = False) -> None:
         started_at, entry.load_at = entry.load_at, None
         self._loads.pop(request_id, None)
-        self._unconfirmed.pop(request_id, None)
+        self.unconfirmed.pop(request_id, None)
         entry.asynchronous = False
         if aborted:
             entry.loaded = 0

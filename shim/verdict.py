@@ -6,10 +6,11 @@ Pure Python; imports neither vLLM nor torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -182,8 +183,7 @@ class Ask(StrEnum):
     HANDOFF = "handoff"  # prefill: keep the KV for a decode server (do_remote_decode)
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True, gc=False):
     """What is known of a request when the engine admits it; settled before the first event.
 
     `reason` is the verdict's reason as far as admission can tell: why the request asks for no
@@ -208,8 +208,7 @@ class Facts:
     detail: str = ""  # what screening found, for the log; names only keys that the profile knows
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True, gc=False):
     """One per engine request. Token counts are prompt tokens; times are Unix seconds."""
 
     request_id: str
@@ -231,8 +230,7 @@ class Verdict:
         return self.outcome is Outcome.LOCAL_PREFILL
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True, gc=False):
     """One finished wait for remote KV."""
 
     request_id: str
@@ -245,8 +243,7 @@ class Load:
     prompt_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
+class Handoff(Struct, frozen=True, gc=False):
     """A prefill server's hand-off, at the end of the request and, if issued, once more at its own end."""
 
     request_id: str
@@ -259,8 +256,8 @@ class Handoff:
     ended_at: float | None = None
 
 
-class Observer(Protocol):
-    """A sink of the ledger: metrics, spans or log lines. May not raise; the ledger's caller contains it."""
+class Observer:
+    """A sink of the ledger: metrics, spans or log lines; deaf to the events that it does not override."""
 
     def verdict(self, verdict: Verdict) -> None:
         """One request got its verdict."""

@@ -39,7 +39,7 @@ def metrics() -> str:
     """The catalogue."""
     rows = [
         f"| `{m.wire_name.removeprefix('vllm:kv_shim_')}` | {m.kind} | "
-        f"{', '.join(f'`{label}`' for label in m.labels) or '–'} | {m.help} |"
+        f"{', '.join(f'`{label}`' for label in m.labels) or 'none'} | {m.help} |"
         for m in CATALOG
     ]
     return "\n".join(["| name | type | labels | meaning |", "| --- | --- | --- | --- |", *rows])

@@ -12,7 +12,7 @@ from shim.verdict import LoadResult, Observer
 if TYPE_CHECKING:
     from shim.connector.peers import Breakers
     from shim.telemetry.tally import Tally
-    from shim.verdict import Handoff, Load, Reason, TokenKind, Verdict
+    from shim.verdict import Load
 
 _FAILED = frozenset({LoadResult.FAILED, LoadResult.PARTIAL})
 _COUNTED = frozenset(labels[0] for labels in catalog.PEER_TRANSITIONS.series)
@@ -46,21 +46,3 @@ class PeerHealth(Observer):
             self._tally.add(key(catalog.PEER_TRANSITIONS, to))
         for state, count in self._breakers.counts().items():
             self._tally.gauge(key(catalog.PEERS, state), float(count))
-
-    def verdict(self, verdict: Verdict) -> None:
-        """Says nothing of a peer."""
-
-    def tokens(self, kind: TokenKind, reason: Reason, count: int) -> None:
-        """Says nothing of a peer."""
-
-    def load_started(self, started_at: float) -> None:
-        """Says nothing of a peer."""
-
-    def handoff(self, handoff: Handoff) -> None:
-        """Says nothing of a peer."""
-
-    def handoff_closed(self, handoff: Handoff) -> None:
-        """Says nothing of a peer."""
-
-    def oldest(self, load_started_at: float, handoff_issued_at: float) -> None:
-        """Says nothing of a peer."""

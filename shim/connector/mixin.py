@@ -47,6 +47,9 @@ class ShimMixin:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         with _building() as outermost:
             super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        # Looked up once: these two run in every step.
+        self._inner_meta = super().build_connector_meta  # type: ignore[misc]
+        self._inner_stats = super().get_kv_connector_stats  # type: ignore[misc]
         if outermost and role == KVConnectorRole.SCHEDULER:
             self._half = build_half(self, vllm_config, kv_cache_config)
             defend(self)
@@ -92,15 +95,22 @@ class ShimMixin:
             half.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """A step was scheduled: the inner's metadata, untouched."""
+        """A step was scheduled: the inner's metadata, untouched.
+
+        Runs in every step, so what a step without news costs is written out here: one count.
+        """
         try:
-            meta = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+            meta = self._inner_meta(scheduler_output)
         except Exception:
             self._inner_failed()
             raise
         half = self._half
         if half is not None:
-            half.scheduled(scheduler_output)
+            ledger = half.ledger
+            if ledger.open or scheduler_output.preempted_req_ids:
+                half.scheduled(scheduler_output)
+            else:
+                ledger.steps += 1
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -140,12 +150,20 @@ class ShimMixin:
     def get_kv_connector_stats(self) -> ShimStats | None:
         """The inner's stats with the shim's beside them; the scheduler asks once per processed step."""
         try:
-            inner = super().get_kv_connector_stats()  # type: ignore[misc]
+            inner = self._inner_stats()
         except Exception:
             self._inner_failed()
             raise
         half = self._half
-        ours = None if half is None else half.take()
+        ours = None
+        if half is not None:
+            ledger = half.ledger
+            if ledger.completing or ledger.unconfirmed:
+                half.step_done()
+            elif ledger.done < ledger.steps:
+                ledger.done += 1  # a step without news: see build_connector_meta
+            if half.tally.changed:
+                ours = half.tally.take()
         if ours is None and inner is None:
             return None
         return ShimStats(ours, inner)

@@ -50,7 +50,7 @@ class Observe:
         handoff_ends: Callable[[str], HandoffEnd] | None = None,
         silent_handoffs: bool = False,
     ) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._handoff_ends = handoff_ends
         self._silent = silent_handoffs
         self._requests: dict[str, tuple[Any, Facts]] = {}
@@ -58,39 +58,40 @@ class Observe:
     def admitted(self, request: Any, facts: Facts) -> None:
         """`on_new_request`: once per request; a streaming session's later inputs do not come here."""
         self._requests[request.request_id] = request, facts
-        self._ledger.admitted(request.request_id, request.num_prompt_tokens, facts)
+        self.ledger.admitted(request.request_id, request.num_prompt_tokens, facts)
 
     def matched(self, request: Any, local_tokens: int, answer: tuple[int | None, bool]) -> None:
         """`get_num_new_matched_tokens`, with the answer that the scheduler gets."""
         self._known(request)
         external, asynchronous = answer
-        self._ledger.asked(request.request_id, external, local_tokens, asynchronous)
+        self.ledger.asked(request.request_id, external, local_tokens, asynchronous)
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """`update_state_after_alloc`."""
         self._known(request)
-        self._ledger.allocated(request.request_id, external_tokens)
+        self.ledger.allocated(request.request_id, external_tokens)
 
     def scheduled(self, scheduler_output: Any) -> None:
         """`build_connector_meta`, which comes before `num_computed_tokens` is advanced for the step.
 
         Without requests in prefill the cost is flat, however many decode.
         """
-        ledger = self._ledger
-        if scheduler_output.preempted_req_ids:
-            ledger.preempted(scheduler_output.preempted_req_ids)
-        if ledger.open_ids:
+        ledger = self.ledger
+        try:
+            if scheduler_output.preempted_req_ids:
+                ledger.preempted(scheduler_output.preempted_req_ids)
             counts = scheduler_output.num_scheduled_tokens
-            for request_id in tuple(ledger.open_ids):
+            for request_id in tuple(ledger.open):
                 count = counts.get(request_id)
                 if count:
                     request = self._requests[request_id][0]
                     ledger.scheduled(request_id, request.num_computed_tokens, count, request.num_prompt_tokens)
-        ledger.step_scheduled()
+        finally:
+            ledger.step_scheduled()  # whatever happened: its output will come
 
     def output(self, connector_output: Any) -> None:
         """`update_connector_output`, which comes after the scheduler has cut failed loads short."""
-        ledger = self._ledger
+        ledger = self.ledger
         # Delete the default when 0.28 is dropped.
         for request_id in getattr(connector_output, "failed_recving", None) or ():
             if request_id in self._requests:
@@ -106,7 +107,7 @@ class Observe:
 
     def step_done(self) -> None:
         """`get_kv_connector_stats` of the scheduler's half: once per `update_from_output`, near its end."""
-        self._ledger.step_done()
+        self.ledger.step_done()
 
     def finished(self, request: Any, answer: tuple[bool, dict[str, Any] | None]) -> None:
         """`request_finished` or `request_finished_all_groups`, with the inner connector's answer."""
@@ -118,7 +119,7 @@ class Observe:
         pinned, params = answer
         issued = bool(params) or (pinned and self._silent)
         handoff = self._handoff(request, facts, how, issued=issued)
-        self._ledger.finished(request_id, how, by_load=by_load, handoff=handoff, pinned=pinned)
+        self.ledger.finished(request_id, how, by_load=by_load, handoff=handoff, pinned=pinned)
 
     def _known(self, request: Any) -> None:
         """Admit a request whose admission was lost to a fault of the shim; every request gets a verdict."""
@@ -131,7 +132,7 @@ class Observe:
         # A preemption sets back as well, and is told when the next step is built.
         if request.status.name == "PREEMPTED":
             return False
-        return self._ledger.load_failed(request_id, request.num_computed_tokens)
+        return self.ledger.load_failed(request_id, request.num_computed_tokens)
 
     def _handoff(self, request: Any, facts: Facts, how: Ending, *, issued: bool) -> HandoffReason | None:
         """Why a prefill request came without a hand-off; `NONE` = it came with one, None = none was due."""
@@ -147,7 +148,7 @@ class Observe:
             (facts.reason in _ABSENT, HandoffReason.PARAMS_MISSING),
             (facts.reason is not Reason.NONE, HandoffReason.OTHER),
             (facts.siblings is not HandoffReason.NONE, facts.siblings),
-            (request.num_prompt_tokens < self._ledger.granule, HandoffReason.SHORT_PROMPT),
+            (request.num_prompt_tokens < self.ledger.granule, HandoffReason.SHORT_PROMPT),
             (how is Ending.STOPPED, HandoffReason.FINISHED_STOP),
             (facts.streamed, HandoffReason.STREAMED),
         )

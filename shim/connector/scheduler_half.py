@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shim.connector.ends import NixlEnds
     from shim.connector.issue import Answer, Issuer
     from shim.connector.observe import Observe
-    from shim.telemetry.tally import Payload, Tally
+    from shim.telemetry.tally import Tally
 
 T = TypeVar("T")
 AGE_LIMIT = 3600.0
@@ -50,6 +50,7 @@ class SchedulerHalf:
         self._issuer = issuer
         self._ends = ends
         self.tally = tally
+        self.ledger = observe.ledger
         self._live: dict[str, Admitted] = {}
 
     def admit(self, request: Any) -> None:
@@ -111,10 +112,9 @@ class SchedulerHalf:
         stamped = self._contain(Hook.FINISH, self._issuer.stamped, answer, request.request_id, admitted.prompt)
         return answer if stamped is None else stamped
 
-    def take(self) -> Payload | None:
-        """What the step that was just processed has to report."""
+    def step_done(self) -> None:
+        """A step's output was processed."""
         self._contain(Hook.STATS, self._observe.step_done)
-        return self.tally.take()
 
     def inner_failed(self) -> None:
         """The inner connector raised; its exception passes on, this only counts it."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from shim.telemetry.advice import ADVICE, RUNBOOK
 from shim.telemetry.text import printable
-from shim.verdict import REASON_CLASS, Reason, ReasonClass
+from shim.verdict import REASON_CLASS, Observer, Reason, ReasonClass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shim.verdict import Facts, Handoff, Load, TokenKind, Verdict
+    from shim.verdict import Facts, Handoff, Verdict
 
 LOGGER: Final = "vllm.kv_shim"
 QUIET_SECONDS: Final = 30.0
@@ -31,7 +31,7 @@ _WARNING = (
 )
 
 
-class LogObserver:
+class LogObserver(Observer):
     """An `Observer` that writes log lines.
 
     Args:
@@ -79,21 +79,6 @@ class LogObserver:
                 handoff.prompt_tokens,
                 _request(handoff.facts, handoff.request_id),
             )
-
-    def handoff_closed(self, handoff: Handoff) -> None:
-        """Not a decision; counted and traced."""
-
-    def load_ended(self, load: Load) -> None:
-        """Not a decision; counted and traced."""
-
-    def tokens(self, kind: TokenKind, reason: Reason, count: int) -> None:
-        """Counted only."""
-
-    def load_started(self, started_at: float) -> None:
-        """Counted only."""
-
-    def oldest(self, load_started_at: float, handoff_issued_at: float) -> None:
-        """Counted only."""
 
     def _warn(self, verdict: Verdict) -> None:
         reason = verdict.reason

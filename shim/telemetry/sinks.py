@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING
 
 from shim.telemetry import catalog
 from shim.telemetry.catalog import Hook, key
+from shim.verdict import Observer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shim.telemetry.tally import Tally
-    from shim.verdict import Handoff, Load, Observer, Reason, TokenKind, Verdict
+    from shim.verdict import Handoff, Load, Reason, TokenKind, Verdict
 
 
-class Sinks:
-    """An `Observer` that passes on to the tally first, then to the others.
+EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+
+
+class Sinks(Observer):
+    """An `Observer` that passes on to the tally first, then to the others; a sink is asked only what it hears.
 
     Args:
         tally: also counts what the others could not take.
@@ -27,7 +31,15 @@ class Sinks:
 
     def __init__(self, tally: Tally, others: Sequence[Observer]) -> None:
         self._tally = tally
-        self._sinks: tuple[Observer, ...] = (tally, *others)
+        # Decided once: most sinks are deaf to most events.
+        self._hearing: dict[str, tuple[Callable[..., None], ...]] = {
+            event: tuple(
+                getattr(sink, event)
+                for sink in (tally, *others)
+                if getattr(type(sink), event) is not getattr(Observer, event)
+            )
+            for event in EVENTS
+        }
 
     def verdict(self, verdict: Verdict) -> None:
         """One request got its verdict."""
@@ -58,9 +70,9 @@ class Sinks:
         self._tell("oldest", load_started_at, handoff_issued_at)
 
     def _tell(self, event: str, *facts: object) -> None:
-        for sink in self._sinks:
+        for hear in self._hearing[event]:
             try:
-                getattr(sink, event)(*facts)
+                hear(*facts)
             except Exception:  # noqa: BLE001  # see the module's docstring
                 self._lost()
 

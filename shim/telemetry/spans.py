@@ -18,10 +18,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from shim.telemetry.provider import Tracers
 from shim.telemetry.text import printable
-from shim.verdict import HandoffEnd, HandoffResult, LoadResult, Outcome, Reason
+from shim.verdict import HandoffEnd, HandoffResult, LoadResult, Observer, Outcome, Reason
 
 if TYPE_CHECKING:
-    from shim.verdict import Facts, Handoff, Load, TokenKind, Verdict
+    from shim.verdict import Facts, Handoff, Load, Verdict
 
     Attributes = dict[str, str | int | float]
 
@@ -88,7 +88,7 @@ _MEMBER = re.compile(
 )
 
 
-class SpanObserver:
+class SpanObserver(Observer):
     """An `Observer` that makes spans.
 
     `vllm.kv_transfer.outcome` is how the thing a span is about ended: a `LoadResult`, an `Outcome`, a
@@ -125,12 +125,6 @@ class SpanObserver:
         """An issued hand-off was read, expired or dropped."""
         self._tracers.send(self._handoff, handoff, handoff.ended_at or handoff.issued_at)
 
-    def tokens(self, kind: TokenKind, reason: Reason, count: int) -> None:
-        """No span tells of single chunks."""
-
-    def load_started(self, started_at: float) -> None:
-        """A span is made at its end."""
-
     def handoff(self, handoff: Handoff) -> None:
         """A prefill request finished; the span of a hand-off begins now, so that its context can travel."""
         if handoff.result is HandoffResult.ISSUED:
@@ -144,9 +138,6 @@ class SpanObserver:
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
         return carrier.get("traceparent", "")
-
-    def oldest(self, load_started_at: float, handoff_issued_at: float) -> None:
-        """No span tells of others."""
 
     def _local_prefill(self, tracer: trace.Tracer, verdict: Verdict) -> None:
         span = _start(tracer, SpanName.LOCAL_PREFILL, SpanKind.INTERNAL, verdict.facts, verdict.decided_at)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from shim.telemetry import catalog
 from shim.telemetry.catalog import KEYS, Hook, key
+from shim.verdict import Observer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +54,7 @@ _OLDEST_LOAD = key(catalog.OLDEST_LOAD_START)
 _OLDEST_HANDOFF = key(catalog.OLDEST_HANDOFF_START)
 
 
-class Tally:
+class Tally(Observer):
     """An `Observer` that counts; `take` hands over what has come since the last call."""
 
     def __init__(self) -> None:

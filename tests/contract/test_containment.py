@@ -182,17 +182,32 @@ def test_when_all_of_the_shim_fails_the_inner_still_answers(
     args, answer = hooks(request())[hook]
     got = getattr(connector, hook)(*args)
     assert connector.calls == {hook: 1}
-    if hook == "get_kv_connector_stats":
-        assert got.ours["counters"] == {"errors|stats": 1}
-        return
+    if hook in {"get_kv_connector_stats", "build_connector_meta"}:
+        return  # a step without news has nothing of ours to fail; see the tests with news below
     # What could not be screened must not be loaded either.
     assert got == ((0, False) if hook == "get_num_new_matched_tokens" else answer)
     assert sum(errors(connector).values()) >= 1
     assert "kv_transfer_params" not in caplog.text
 
 
+def test_a_step_with_news_that_fails_fails_nothing(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request in prefill: its step is built and its output processed while our part throws in both."""
+    one = request()
+    connector.on_new_request(one)
+    connector.update_state_after_alloc(one, None, 0)
+    monkeypatch.setattr(Observe, "scheduled", boom)
+    assert connector.build_connector_meta(STEP) is META
+    monkeypatch.setattr(Observe, "step_done", boom)
+    connector._half.ledger.completing["r"] = 1
+    connector.get_kv_connector_stats()
+    assert connector.calls["build_connector_meta"] == connector.calls["get_kv_connector_stats"] == 1
+    assert connector.get_kv_connector_stats().ours["counters"]["errors|stats"] == 1
+
+
 @pytest.mark.parametrize("name", ["add", "verdict", "load_started"])
-def test_a_sink_that_fails_fails_nothing(connector: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_fails_fails_nothing(
+    vllm_config: VllmConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Metrics are the least of a request's worries."""
     original = getattr(Tally, name)
 
@@ -204,6 +219,7 @@ def test_a_sink_that_fails_fails_nothing(connector: Any, name: str, monkeypatch:
     monkeypatch.setattr(Tally, name, flaky)
     monkeypatch.setattr(LogObserver, "verdict", boom)
     monkeypatch.setattr(SpanObserver, "load_ended", boom)
+    connector = wrap.shim_class(HERE)(vllm_config, KVConnectorRole.SCHEDULER, None)
     one = request()
     for hook, (args, answer) in hooks(one).items():
         if hook in {"get_kv_connector_stats", "request_finished"}:

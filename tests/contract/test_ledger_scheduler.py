@@ -116,7 +116,7 @@ def test_a_full_asynchronous_load(depth: int) -> None:
     for _ in range(6):
         engine.steps.step()
     assert set(engine.connector.loading) == {"a"}
-    assert engine.ledger.open_ids == set()
+    assert engine.ledger.open == {}
     engine.steps.step(received("a"))
     engine.run()
     assert engine.verdicts == [("remote", "none")]

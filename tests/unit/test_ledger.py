@@ -74,15 +74,15 @@ def test_an_asynchronous_full_load_is_remote_with_a_tail_of_one(bench: Bench) ->
     bench.admit(LOAD)
     bench.match(100, asynchronous=True)
     bench.ledger.allocated("a", 100)
-    assert "a" not in bench.ledger.open_ids
+    assert "a" not in bench.ledger.open
     assert bench.verdicts == []
     bench.now += 2
     bench.ledger.loaded("a")
     assert bench.verdicts == [("remote", "none")]
     bench.ledger.allocated("a", 0)
-    assert "a" in bench.ledger.open_ids
+    assert "a" in bench.ledger.open
     bench.step(99, 1)
-    assert "a" not in bench.ledger.open_ids
+    assert "a" not in bench.ledger.open
     bench.ledger.finished("a", Ending.ABORTED)
     assert bench.verdicts == [("remote", "none")]
     assert bench.tokens == {("tail", "tail"): 1}
@@ -226,7 +226,7 @@ def test_a_load_that_fails_in_part_is_partial_under_recompute(bench: Bench, asyn
         bench.ledger.load_failed("a", 32)
         bench.ledger.step_done()
     assert bench.verdicts == []
-    assert "a" in bench.ledger.open_ids
+    assert "a" in bench.ledger.open
     bench.step(32, 68)
     assert bench.verdicts == [("partial", "load_failed")]
     assert bench.tokens == {("fault", "load_failed"): 68 + beside}
@@ -286,7 +286,7 @@ def test_with_steps_in_flight_a_verdict_waits_for_its_own_steps_output(bench: Be
     bench.ledger.allocated("a", 50)
     bench.build(50, 25)
     bench.build(75, 25)
-    assert "a" not in bench.ledger.open_ids
+    assert "a" not in bench.ledger.open
     bench.ledger.load_failed("a", 0)
     bench.ledger.step_done()
     bench.build(0, 100)
@@ -356,10 +356,10 @@ def test_work_after_a_preemption_is_recomputed_and_never_judged_again(bench: Ben
         bench.ledger.preempted(["a"])
     bench.match(0, local=16)
     bench.ledger.allocated("a", 0)
-    assert "a" in bench.ledger.open_ids
+    assert "a" in bench.ledger.open
     bench.ledger.preempted(["a"])  # named in the step in which it got new blocks: it is the same loss
     bench.step(16, 84)
-    assert "a" not in bench.ledger.open_ids
+    assert "a" not in bench.ledger.open
     assert bench.verdicts == [("remote", "none")]
     assert bench.tokens == {("tail", "tail"): 1, ("recomputed", "preempted"): 84}
 
@@ -416,7 +416,7 @@ def test_a_streaming_sessions_later_input_is_intended_and_judged_once(bench: Ben
     bench.step(99, 1)
     bench.ledger.allocated("a", 0)
     bench.step(104, 46, prompt=150)
-    assert "a" not in bench.ledger.open_ids
+    assert "a" not in bench.ledger.open
     bench.ledger.finished("a", Ending.STOPPED)
     assert bench.verdicts == [("remote", "none")]
     assert bench.tokens == {("tail", "tail"): 1, ("intended", "not_disaggregated"): 46}

@@ -173,7 +173,7 @@ class Scheduling(RuleBasedStateMachine):
         self.lost = set()
         chunks = []
         running = {key for key, request in self.requests.items() if request.state == "running"}
-        assert set(self.ledger.open_ids) == running
+        assert set(self.ledger.open) == running
         for request_id in sorted(running):
             request = self.requests[request_id]
             count = data.draw(st.integers(0, request.prompt + 2))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shim.telemetry.advice import ADVICE, RUNBOOK
 from shim.telemetry.log import LOGGER, QUIET_SECONDS, LogObserver
