@@ -199,7 +199,7 @@ class Drawing:
             for item in self.window.range(target["expr"])
         ]
         legend = self._fit_legend([name for name, _ in series], w)
-        axes = self._axes(x + 46, y, w - 50, h - 22 - 14 * len(legend))
+        axes = self._axes(x + 58, y, w - 62, h - 22 - 14 * len(legend))
         axes.set_xlim(self.window.start, self.window.end)
         axes.grid(color=GRID, linewidth=0.6)
         if not series:
