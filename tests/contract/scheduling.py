@@ -159,6 +159,7 @@ class Steps:
         computed: prompt tokens computed, by request id, read off each step by itself.
         token: what every request samples next.
         finished: ids whose outputs said that they are finished.
+        stats: the connector's stats payloads, as they would go to the API server.
     """
 
     def __init__(self, scheduler: Scheduler, *, depth: int = 1) -> None:
@@ -167,6 +168,7 @@ class Steps:
         self.token = 5
         self.computed: dict[str, int] = {}
         self.finished: list[str] = []
+        self.stats: list[dict[str, Any]] = []
         self.flying: deque[Any] = deque()
 
     def add(self, request: Request) -> None:
@@ -208,6 +210,9 @@ class Steps:
             ),
         )
         for result in results.values():
+            stats = result.scheduler_stats
+            if stats is not None and stats.kv_connector_stats:
+                self.stats.append(stats.kv_connector_stats)
             self.finished += [one.request_id for one in result.outputs if one.finish_reason is not None]
 
     def step(self, transfers: KVConnectorOutput | None = None) -> Any:

@@ -68,13 +68,20 @@ class ScriptedConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for request_id in connector_output.finished_recving or ():
+            self.loading.pop(request_id, None)
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.beside.pop(request.request_id, None)
         self.local.pop(request.request_id, None)
         script = self.scripts.pop(request.request_id, Script())
-        if script.pins:
+        # vLLM frees at the first report, so a request must not be both loading and sending (scheduler.py,
+        # _update_from_kv_xfer_finished).
+        pins = script.pins and request.request_id not in self.loading
+        if pins:
             self.sending.add(request.request_id)
-        return script.pins, script.handoff
+        return pins, script.handoff
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Workers only."""

@@ -1,0 +1,101 @@
+"""The same through the wrapped connector: real scheduler, real mixin, counts as the API server gets them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from scheduling import Steps, make_config, make_request, make_scheduler
+from scripted import Script, ScriptedConnector
+from vllm.v1.outputs import KVConnectorOutput
+
+from shim import plugin
+
+LOAD = {"do_remote_prefill": True}
+HANDOFF = {"do_remote_decode": True}
+PROMPT = list(range(8, 108))
+
+
+def wrapped(role: str, policy: str = "recompute") -> tuple[Steps, ScriptedConnector]:
+    """A scheduler with the scripted connector wrapped, configured as a user would."""
+    plugin.install()
+    extra = json.dumps({"shim": {"connector": "scripted:ScriptedConnector"}})
+    config = make_config("shim", role=role, policy=policy, extra=extra)
+    steps = Steps(make_scheduler(config))
+    connector = steps.scheduler.connector
+    assert isinstance(connector, ScriptedConnector)
+    assert type(connector) is not ScriptedConnector
+    return steps, connector
+
+
+def counted(steps: Steps, prefix: str) -> dict[str, int]:
+    """All counters that begin so, over all steps."""
+    total: Counter[str] = Counter()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            for name, found in value.items():
+                if isinstance(name, str) and name.startswith(prefix) and isinstance(found, int):
+                    total[name] += found
+                walk(found)
+
+    for payload in steps.stats:
+        walk(payload)
+    return dict(total)
+
+
+def finish(steps: Steps, transfers: KVConnectorOutput | None = None) -> None:
+    """Step until the requests are gone, and once more for what the last has to report."""
+    for _ in range(30):
+        steps.step(transfers)
+        transfers = None
+        if not steps.scheduler.requests:
+            steps.step()
+            return
+    raise AssertionError(list(steps.scheduler.requests))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_decode_servers_requests_are_counted(lost: bool) -> None:
+    """With its params a request is remote with a tail of one; without them a fault, token by token."""
+    steps, connector = wrapped("kv_consumer")
+    if lost:
+        steps.add(make_request("a", PROMPT))
+        finish(steps)
+        assert counted(steps, "requests|") == {"requests|local_prefill|params_missing": 1}
+        assert counted(steps, "prompt_tokens|") == {"prompt_tokens|fault|params_missing": 100}
+        return
+    connector.scripts["a"] = Script(offer=100)
+    steps.add(make_request("a", PROMPT, params=dict(LOAD)))
+    steps.step()
+    finish(steps, KVConnectorOutput(finished_recving={"a"}))
+    assert counted(steps, "requests|") == {"requests|remote|none": 1}
+    assert counted(steps, "prompt_tokens|") == {"prompt_tokens|tail|tail": 1}
+    assert counted(steps, "loads_started") == {"loads_started": 1}
+
+
+def test_a_failed_load_is_counted() -> None:
+    """Under `recompute` the tokens vLLM had booked as remote are computed here."""
+    steps, connector = wrapped("kv_consumer")
+    connector.scripts["a"] = Script(offer=100)
+    steps.add(make_request("a", PROMPT, params=dict(LOAD)))
+    steps.step()
+    invalid = set(connector.loading["a"])
+    finish(steps, KVConnectorOutput(finished_recving={"a"}, invalid_block_ids=invalid))
+    assert counted(steps, "requests|") == {"requests|local_prefill|load_failed": 1}
+    assert counted(steps, "prompt_tokens|") == {"prompt_tokens|fault|load_failed": 100}
+
+
+def test_a_prefill_servers_handoff_is_counted() -> None:
+    """Issued, then closed when the connector lets go of the blocks."""
+    steps, connector = wrapped("kv_producer")
+    connector.scripts["a"] = Script(pins=True, handoff={"do_remote_prefill": True})
+    steps.add(make_request("a", PROMPT, params=dict(HANDOFF), max_tokens=1))
+    steps.step()
+    steps.step()
+    finish(steps, KVConnectorOutput(finished_sending={"a"}))
+    assert counted(steps, "requests|") == {"requests|prefill|none": 1}
+    assert counted(steps, "handoffs|") == {"handoffs|issued|none": 1}
+    assert counted(steps, "handoffs_closed|") == {"handoffs_closed|unknown": 1}
