@@ -8,18 +8,15 @@ from typing import Annotated
 
 import typer
 
+from shim.cli import dashboards
+
 app = typer.Typer(
     name="shim",
     help="A wrapper KV connector for vLLM: see it work, and ask what it saw.",
     no_args_is_help=True,
     add_completion=False,
 )
-
-
-@app.callback()
-def _root() -> None:
-    # Keeps `demo` a subcommand while it is the only one.
-    return
+app.add_typer(dashboards.app, name="dashboards")
 
 
 @app.command()
