@@ -104,6 +104,22 @@ def test_a_preempted_request_is_not_taken_for_a_failed_load() -> None:
     assert dict(seen.counted) == {("fault", "params_missing"): 100, ("recomputed", "preempted"): 100}
 
 
+def test_a_whole_load_that_was_promoted_is_not_taken_for_a_failed_one() -> None:
+    """vLLM sets it back by the token it computes once more, while another's load may just have failed."""
+    seen = Recording()
+    observe = observed(seen)
+    one = request(status="WAITING_FOR_REMOTE_KVS")
+    observe.admitted(one, Facts(ask=Ask.LOAD))
+    observe.matched(one, 0, (100, True))
+    observe.allocated(one, 100)
+    observe.output(SimpleNamespace(invalid_block_ids=set(), finished_recving={"a"}, finished_sending=None))
+    one.num_computed_tokens, one.status.name = 99, "WAITING"
+    observe.output(SimpleNamespace(invalid_block_ids={9}, finished_recving=None, finished_sending=None))
+    observe.allocated(one, 0)
+    observe.scheduled(SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={"a": 1}))
+    assert dict(seen.counted) == {("tail", "tail"): 1}
+
+
 def test_an_unknown_status_is_an_end_before_the_prompts() -> None:
     """A status that a later vLLM adds is counted as aborted rather than as served."""
     seen = Recording()
