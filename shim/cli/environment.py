@@ -110,7 +110,12 @@ class Builder:
         return not any(need.startswith(("nvidia-", "cuda-", "triton")) for need in needs)
 
     def _cuda(self) -> bool:
-        return self._ask("import torch; print(torch.version.cuda is not None)").strip() == "True"
+        """What `torch.version.cuda is not None` says, without the seconds that importing torch takes."""
+        ask = (
+            "import importlib.util as u, os, runpy; home = os.path.dirname(u.find_spec('torch').origin);"
+            "print(runpy.run_path(os.path.join(home, 'version.py'))['cuda'] is not None)"
+        )
+        return self._ask(ask).strip() == "True"
 
     def _vllm(self) -> None:
         found = self.installed()
@@ -136,7 +141,7 @@ class Builder:
             raise BuildError(msg)
 
     def _check(self) -> None:
-        self._run("a look at the result", [str(self.python), "-c", "import nixl, shim.cli, torch, vllm"])
+        self._run("a look at the result", [str(self.python), "-c", "import msgspec, nixl, shim.cli"])
 
     def _ask(self, program: str) -> str:
         command = [str(self.python), "-c", program]
@@ -147,7 +152,11 @@ class Builder:
         return done.stdout
 
     def _pip(self, what: str, *arguments: str) -> None:
-        self._run(what, [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments])
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
+        if arguments[0] == "install":
+            # Python compiles what it imports; pip would compile all of torch and transformers, on one core.
+            command.append("--no-compile")
+        self._run(what, command)
 
     def _run(self, what: str, command: list[str]) -> None:
         """Run a command, saying now and then that it still runs; its output is shown only if it fails."""
