@@ -30,7 +30,13 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
     """
     config = vllm_config.kv_transfer_config
     settings = read_settings(config.kv_connector_extra_config)
-    block_size = vllm_config.cache_config.block_size
+    parallel = vllm_config.parallel_config
+    # As the scheduler counts blocks (v1/core/sched/scheduler.py): context parallelism spreads one over ranks.
+    block_size = (
+        vllm_config.cache_config.block_size
+        * parallel.decode_context_parallel_size
+        * parallel.prefill_context_parallel_size
+    )
     guard = guard_for(
         config, settings, kv_cache_config=kv_cache_config, block_size=block_size, connector=connector
     )
@@ -48,8 +54,7 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
     lease = lease_of(config.kv_connector, config.kv_connector_extra_config)
     issuer = Issuer(lease, spans.context_of)
     # A MultiConnector's sends end when all of its children's do, so it does not say which one did.
-    ranks = vllm_config.parallel_config.world_size
-    ends = NixlEnds(lease, ranks) if config.kv_connector.startswith("Nixl") else None
+    ends = NixlEnds(lease, parallel.world_size) if config.kv_connector.startswith("Nixl") else None
     observe = Observe(
         ledger, handoff_ends=None if ends is None else ends.of, silent_handoffs=not guard.profile.issues
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 LISTENER = "_nixl_handshake_listener"
+_GUARDED = "_kv_shim_guarded"
 PAUSE = 0.05
 """Seconds between an end and the next start, so that a flood of junk costs no core."""
 logger = logging.getLogger("vllm.kv_shim")
@@ -28,13 +29,16 @@ class _Ranks(dict[Any, Any]):
 
 
 def defend(connector: Any) -> None:
-    """Guard the listeners of a scheduler-side connector, and of a `MultiConnector`'s children; else nothing."""
+    """Guard the listeners of a scheduler-side connector, and of a `MultiConnector`'s children; else nothing.
+
+    On the class, once a process: an attribute more on the instance, or a look into its `__dict__`, would cost
+    the scheduler's own hooks the fast attribute access that Python has for small instances.
+    """
     for each in (connector, *getattr(connector, "_connectors", ())):
-        scheduler = getattr(each, "connector_scheduler", None)
+        scheduler = type(getattr(each, "connector_scheduler", None))
         original = getattr(scheduler, LISTENER, None)
-        if original is not None and LISTENER not in vars(scheduler):
-            # On the instance: another NIXL connector in this process is not ours to change.
-            setattr(scheduler, LISTENER, _supervised(original))
+        if original is not None and not hasattr(original, _GUARDED):
+            setattr(scheduler, LISTENER, staticmethod(_supervised(original)))
 
 
 def _supervised(listen: Callable[..., None]) -> Callable[..., None]:
@@ -57,4 +61,5 @@ def _supervised(listen: Callable[..., None]) -> Callable[..., None]:
                 )
                 stop_event.wait(PAUSE)
 
+    setattr(listen_on, _GUARDED, True)
     return listen_on

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shim.connector.scheduler_half import SchedulerHalf
+    from shim.ledger import Ledger
+    from shim.telemetry.tally import Tally
 
 _inside: ContextVar[bool] = ContextVar("kv_shim_inside", default=False)
 
@@ -43,6 +45,8 @@ class ShimMixin:
     """Comes first in a wrapped class; `super()` is the inner connector."""
 
     _half: SchedulerHalf | None = None
+    _ledger: Ledger | None = None
+    _tally: Tally
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         with _building() as outermost:
@@ -52,6 +56,7 @@ class ShimMixin:
         self._inner_stats = super().get_kv_connector_stats  # type: ignore[misc]
         if outermost and role == KVConnectorRole.SCHEDULER:
             self._half = build_half(self, vllm_config, kv_cache_config)
+            self._ledger, self._tally = self._half.ledger, self._half.tally
             defend(self)
 
     # Scheduler side.
@@ -104,11 +109,10 @@ class ShimMixin:
         except Exception:
             self._inner_failed()
             raise
-        half = self._half
-        if half is not None:
-            ledger = half.ledger
+        ledger = self._ledger
+        if ledger is not None:
             if ledger.open or scheduler_output.preempted_req_ids:
-                half.scheduled(scheduler_output)
+                self._half.scheduled(scheduler_output)  # type: ignore[union-attr]  # they come together
             else:
                 ledger.steps += 1
         return meta
@@ -154,19 +158,15 @@ class ShimMixin:
         except Exception:
             self._inner_failed()
             raise
-        half = self._half
-        ours = None
-        if half is not None:
-            ledger = half.ledger
+        ledger = self._ledger
+        if ledger is not None:
             if ledger.completing or ledger.unconfirmed:
-                half.step_done()
+                self._half.step_done()  # type: ignore[union-attr]  # they come together
             elif ledger.done < ledger.steps:
                 ledger.done += 1  # a step without news: see build_connector_meta
-            if half.tally.changed:
-                ours = half.tally.take()
-        if ours is None and inner is None:
-            return None
-        return ShimStats(ours, inner)
+            if self._tally.changed:
+                return ShimStats(self._tally.take(), inner)
+        return None if inner is None else ShimStats(None, inner)
 
     # API process.
 

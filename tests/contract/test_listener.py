@@ -41,7 +41,8 @@ def ask(port: int, message: bytes, wait: float = 4.0) -> list[bytes] | None:
 def listener(request: pytest.FixtureRequest) -> Iterator[tuple[bool, int]]:
     """vLLM's listener on a free port, with and without the shim's defence."""
     # The real class without its constructor, which wants a model; the listener uses nothing of it.
-    scheduler = object.__new__(NixlBaseConnectorScheduler)
+    # A subclass, so that the defence does not outlive the test.
+    scheduler = object.__new__(type("OneTest", (NixlBaseConnectorScheduler,), {}))
     if request.param:
         defend(SimpleNamespace(_connectors=[SimpleNamespace(connector_scheduler=scheduler)]))
     ready, stop, port = threading.Event(), threading.Event(), get_open_port()
