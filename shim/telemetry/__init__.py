@@ -1,1 +1,1 @@
-"""Sinks of the ledger: metrics through vLLM's own pipeline, spans, log lines; and the table of metrics they share."""
+"""Sinks of the ledger: metrics through vLLM's own pipeline, spans and log lines; and their one table."""
