@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from shim.config import ExpectRemote
 from shim.connector.recover import Attached, copied, put_params, read_attached
@@ -19,8 +20,7 @@ ABSENT = frozenset({Reason.PARAMS_MISSING, Reason.PARAMS_EMPTY, Reason.PARAMS_NO
 """Reasons that are a fault only where a hand-off was to be expected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Struct, frozen=True, gc=False):
     """What was decided about a request.
 
     Attributes:

@@ -14,6 +14,7 @@ from shim.connector.admission import Admitted
 from shim.connector.recover import put_params
 from shim.telemetry import catalog
 from shim.telemetry.catalog import Hook, key
+from shim.telemetry.tally import keys_of
 from shim.verdict import Facts, Reason
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from shim.telemetry.tally import Tally
 
 T = TypeVar("T")
+_PARAMS = keys_of(catalog.PARAMS)
+_STAMPS = keys_of(catalog.STAMPS)
+_AGE = key(catalog.HANDOFF_AGE_SECONDS)
 AGE_LIMIT = 3600.0
 """Seconds; an older hand-off's age is a clock's fault, not an age."""
 logger = logging.getLogger("vllm.kv_shim")
@@ -122,12 +126,11 @@ class SchedulerHalf:
 
     def _admitted(self, request: Any, admitted: Admitted) -> None:
         facts, tally = admitted.facts, self.tally
-        tally.add(key(catalog.PARAMS, facts.source, facts.endpoint))
+        tally.add(_PARAMS.get((facts.source, facts.endpoint), ""))  # a forged pair counts as dropped
         if admitted.stamp is not None:
-            tally.add(key(catalog.STAMPS, admitted.stamp))
-        age = time.time() - admitted.issued_at
-        if admitted.issued_at and 0 <= age <= AGE_LIMIT:
-            tally.sample(key(catalog.HANDOFF_AGE_SECONDS), age)
+            tally.add(_STAMPS[admitted.stamp,])
+        if admitted.issued_at and 0 <= (age := time.time() - admitted.issued_at) <= AGE_LIMIT:
+            tally.sample(_AGE, age)
         self._observe.admitted(request, facts)
 
     def _contain(self, hook: Hook, fn: Callable[..., T], *args: Any) -> T | None:

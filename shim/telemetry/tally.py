@@ -15,6 +15,7 @@ from shim.verdict import Observer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shim.telemetry.catalog import Labels, Metric
     from shim.verdict import Handoff, Load, Reason, TokenKind, Verdict
 
 SAMPLES_LIMIT = 4096
@@ -47,7 +48,15 @@ def merge(into: Payload, other: Mapping[str, object]) -> None:
         into["gauges"].update(gauges)
 
 
+def keys_of(metric: Metric) -> dict[Labels, str]:
+    """The payload keys of a metric by its label values, so that a request joins no strings."""
+    return {values: key(metric, *values) for values in metric.series}
+
+
 _DROPPED = key(catalog.STATS_DROPPED)
+_REQUESTS = keys_of(catalog.REQUESTS)
+_TOKENS = keys_of(catalog.PROMPT_TOKENS)
+_WAITS = keys_of(catalog.LOAD_WAIT_SECONDS)
 _LOADS_STARTED = key(catalog.LOADS_STARTED)
 _LOCAL_SECONDS = key(catalog.LOCAL_PREFILL_SECONDS)
 _OLDEST_LOAD = key(catalog.OLDEST_LOAD_START)
@@ -64,9 +73,12 @@ class Tally(Observer):
 
     def add(self, name: str, count: int = 1) -> None:
         """Count; `name` is a payload key of a counter. An unknown key counts as dropped telemetry."""
-        counters = self._payload["counters"]
         if name not in KEYS:
             name, count = _DROPPED, 1
+        self._count(name, count)
+
+    def _count(self, name: str, count: int) -> None:
+        counters = self._payload["counters"]
         counters[name] = counters.get(name, 0) + count
         self.changed = True
 
@@ -103,22 +115,22 @@ class Tally(Observer):
 
     def verdict(self, verdict: Verdict) -> None:
         """One request got its verdict."""
-        self.add(key(catalog.REQUESTS, verdict.outcome, verdict.reason))
+        self._count(_REQUESTS.get((verdict.outcome, verdict.reason), _DROPPED), 1)
         if verdict.is_local_fault and verdict.first_scheduled_at is not None:
             self.sample(_LOCAL_SECONDS, max(0.0, verdict.completed_at - verdict.first_scheduled_at))
 
     def tokens(self, kind: TokenKind, reason: Reason, count: int) -> None:
         """Prompt tokens were computed here."""
-        self.add(key(catalog.PROMPT_TOKENS, kind, reason), count)
+        self._count(_TOKENS.get((kind, reason), _DROPPED), count)
 
     def load_started(self, started_at: float) -> None:  # noqa: ARG002  # Observer's signature
         """A request began to wait for remote KV."""
-        self.add(_LOADS_STARTED)
+        self._count(_LOADS_STARTED, 1)
 
     def load_ended(self, load: Load) -> None:
         """A wait for remote KV ended."""
         wait = max(0.0, load.ended_at - load.started_at)
-        self.sample(key(catalog.LOAD_WAIT_SECONDS, load.result), wait)
+        self.sample(_WAITS[load.result,], wait)
 
     def handoff(self, handoff: Handoff) -> None:
         """A prefill request finished, with or without a hand-off."""
