@@ -56,7 +56,9 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
     # A MultiConnector's sends end when all of its children's do, so it does not say which one did.
     ends = NixlEnds(lease, parallel.world_size) if config.kv_connector.startswith("Nixl") else None
     observe = Observe(
-        ledger, handoff_ends=None if ends is None else ends.of, silent_handoffs=not guard.profile.issues
+        ledger,
+        handoff_ends=None if ends is None else ends.of,
+        silent_handoffs=guard.profile.hands_off_silently,
     )
     return SchedulerHalf(admission, observe, issuer, tally, ends)
 

@@ -131,3 +131,8 @@ class Profile:
     fatal_without_output: tuple[str, ...] = ()
     back_off: int = 1
     granule: Granule = Granule.BLOCK
+
+    @property
+    def hands_off_silently(self) -> bool:
+        """Whether a hand-off is made by keeping the blocks alone: the router makes the params up (Mooncake)."""
+        return not self.issues and any(mode.ask is Ask.HANDOFF for mode in self.modes)
