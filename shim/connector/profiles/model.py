@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
+from shim.verdict import Ask
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shim.connector.profiles.keys import Key
-    from shim.verdict import Ask
 
 
 class Side(Enum):
