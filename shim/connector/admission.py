@@ -79,7 +79,8 @@ class Admission:
         )
         reason = self._reason(screened, attached, given=params is not None)
         put_params(request, screened.params, attached.ec)
-        if self._normalize and screened.ask is Ask.HANDOFF and request.max_tokens == 1:
+        handoff = screened.ask is Ask.HANDOFF and screened.reason is Reason.NONE
+        if self._normalize and handoff and request.max_tokens == 1:
             request.sampling_params = _ending_by_length(request.sampling_params)
         return Admitted(
             facts=self._facts(screened, attached, source, reason),

@@ -50,7 +50,12 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
         granule=block_size,
         load_timeout=settings.load_timeout,
     )
-    admission = Admission(guard, settings.expectation(config.kv_role), producer=config.kv_role == "kv_producer")
+    admission = Admission(
+        guard,
+        settings.expectation(config.kv_role),
+        producer=config.kv_role == "kv_producer",
+        normalize=settings.normalize_prefill,
+    )
     lease = lease_of(config.kv_connector, config.kv_connector_extra_config)
     issuer = Issuer(lease, spans.context_of)
     # A MultiConnector's sends end when all of its children's do, so it does not say which one did.
