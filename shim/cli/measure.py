@@ -103,9 +103,11 @@ def interleave(
         progress: told before each request.
     """
     samples: dict[Endpoint, list[Sample]] = {endpoint: [] for endpoint in endpoints}
-    for turn in range(1, rounds + 1):
-        for endpoint in endpoints:
-            progress(f"request {turn} of {rounds} on {endpoint.value}")
+    for turn in range(rounds):
+        # Each route comes first as often as any other: what a request leaves behind favours none.
+        first = turn % len(endpoints)
+        for endpoint in (*endpoints[first:], *endpoints[:first]):
+            progress(f"request {turn + 1} of {rounds} on {endpoint.value}")
             samples[endpoint].append(count(router, endpoint, Prompt.random(length, source)))
     return {endpoint: Row(endpoint, tuple(found)) for endpoint, found in samples.items()}
 
