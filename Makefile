@@ -6,7 +6,7 @@ PYTHON ?= python3
 OLD := $(SHIM_ENVS)/vllm-0.28.0
 NEW := $(SHIM_ENVS)/vllm-0.32.0
 
-.PHONY: help demo test env envs lint format unit contract e2e clean distclean
+.PHONY: help demo test debian env envs lint format unit contract e2e clean distclean
 .NOTPARALLEL:
 
 help:
@@ -20,8 +20,11 @@ help:
 demo: env
 	@PYTHONPATH=$(CURDIR) $(OLD)/bin/shim demo
 
-test: envs
+test: envs debian
 	@$(PYTHON) tests/run_all.py $(SHIM_ENVS)
+
+debian:
+	@tests/debian.sh
 
 env: $(OLD)/.built
 
