@@ -71,7 +71,7 @@ def test_a_config_built_before_the_plugin_ran() -> None:
         "print(made.kv_connector, made.kv_connector_module_path)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["NixlConnector", "shim.connector"]
+    assert done.stdout.splitlines()[-1].split() == ["NixlConnector", "shim.connector"]
 
 
 def test_the_plugin_is_found_by_vllm() -> None:
@@ -83,7 +83,7 @@ def test_the_plugin_is_found_by_vllm() -> None:
     )
     env = {**os.environ, "VLLM_PLUGINS": "kv_shim"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert done.stdout.split()[-1] == "NixlConnector"
+    assert done.stdout.splitlines()[-1] == "NixlConnector"
 
 
 def test_the_official_long_form() -> None:
@@ -206,7 +206,7 @@ def test_servers_without_the_shim_are_left_alone(path: str | None) -> None:
         "      hasattr(FastAPI.build_middleware_stack, '_kv_shim_installed'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "OffloadingConnector None {} False"
+    assert done.stdout.splitlines()[-1] == "OffloadingConnector None {} False"
     made = config("NixlConnector", kv_connector_module_path=path)
     assert (made.kv_connector, made.kv_connector_module_path) == ("NixlConnector", path)
 
