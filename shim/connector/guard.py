@@ -254,7 +254,7 @@ class Guard:
             return params
         return {name: value for name, value in params.items() if name not in fatal}
 
-    def _screen(  # noqa: C901  # the rules, in the order in which they bind
+    def _screen(  # noqa: C901, PLR0912  # the rules, in the order in which they bind
         self,
         request_id: str,
         params: dict[str, Any],
@@ -289,6 +289,8 @@ class Guard:
         contact = self._contacts(modes, clean, request_id)
         facts = dict(_NOBODY) if contact is None else contact.facts()
         if ask is Ask.HANDOFF:
+            if not self._claimed(modes, clean, request_id, None):
+                raise _Refused(Reason.HANDOFF_REUSED, "another request is kept under this id", ask=ask)
             return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=ask, **facts)
         key = None if contact is None else PeerKey(contact.host, contact.port, contact.engine_id)
         if key is not None and self.breakers.blocked(key):

@@ -517,6 +517,17 @@ def test_mooncake_prefill_needs_a_transfer_id():
     assert refused(screen(build("MooncakeConnector"), {"do_remote_decode": True}))
 
 
+def test_mooncake_prefill_keeps_one_request_a_transfer():
+    """Its sender forgets the blocks of the first when a second comes under the same id (`n: 3`)."""
+    guard = build("MooncakeConnector", consumer=False)
+    params = {"do_remote_decode": True, "transfer_id": "x"}
+    for _ in range(2):
+        assert screen(guard, params, owner="r1").reason is Reason.NONE
+    second = screen(guard, params, owner="r2")
+    assert (second.reason, second.params, second.ask) == (Reason.HANDOFF_REUSED, None, Ask.HANDOFF)
+    assert screen(guard, params | {"transfer_id": "y"}, owner="r2").reason is Reason.NONE
+
+
 READ = {"read_mode": True}
 
 

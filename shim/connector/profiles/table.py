@@ -117,7 +117,8 @@ MOONCAKE = Profile(
             side=Side.CONSUMER,
         ),
         # Without `transfer_id` prefill warns, sends nothing, and its abort path raises KeyError.
-        Mode(Ask.HANDOFF, DECODE, required=("transfer_id",), side=Side.PRODUCER),
+        # Its sender keeps one request an id: the blocks of others under the same one are never freed.
+        Mode(Ask.HANDOFF, DECODE, required=("transfer_id",), claim=("transfer_id",), side=Side.PRODUCER),
     ),
     flags=FLAGS,
     handoff_keys=("remote_engine_id", "remote_bootstrap_addr"),
