@@ -32,11 +32,14 @@ def install(settings: Settings, config: Any) -> None:
     from vllm.v1.engine import core_client  # noqa: PLC0415
     from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: PLC0415
 
+    from shim.connector.screening import profile_of  # noqa: PLC0415
+
     disabled = flag(DISABLE_ENV)
     counters.install(PrometheusStatLogger, disabled=disabled)
     if disabled:
         return
     handoff.server.has_connector = config is not None and config.kv_connector is not None
+    handoff.server.silent = handoff.server.has_connector and profile_of(config).hands_off_silently
     handoff.server.settings = settings
     _install_policy(settings, config)
     _wrap_stack(FastAPI)

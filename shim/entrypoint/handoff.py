@@ -23,9 +23,16 @@ ID_LIMIT = 128
 
 @dataclass(slots=True)
 class Server:
-    """What the hand-off has to know of the server it runs in; settled at start-up."""
+    """What the hand-off has to know of the server it runs in; settled at start-up.
+
+    Attributes:
+        has_connector: there is one to hand params to.
+        silent: its hand-offs come without params, so that no reply of prefill's owes any (Mooncake).
+        settings: the operator's.
+    """
 
     has_connector: bool = True
+    silent: bool = False
     settings: Settings = field(default_factory=Settings)
 
 
@@ -86,7 +93,8 @@ def _note(engine_request: Any, params: Any, http: HttpRequest | None) -> None:
         count(EntrypointEvent.REJECTED_BEFORE_ENGINE, endpoint)
     if params is not None and not server.has_connector:
         count(EntrypointEvent.NO_CONNECTOR, endpoint)
-    if http is not None and isinstance(params, dict) and params.get("do_remote_decode") is True:
+    asked = isinstance(params, dict) and params.get("do_remote_decode") is True
+    if http is not None and asked and not server.silent:
         http.reply = http.reply or Reply()
 
 

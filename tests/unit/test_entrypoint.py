@@ -12,9 +12,10 @@ import pytest
 from shim import stamp
 from shim.config import read_settings
 from shim.connector.recover import NOTHING_ATTACHED, Attached, put_params, read_attached
-from shim.entrypoint.handoff import attach, server
+from shim.entrypoint.handoff import _note, attach, server
 from shim.entrypoint.middleware import (
     PARAMS_BYTES_LIMIT,
+    HttpRequest,
     Reply,
     RequestContext,
     Unreadable,
@@ -350,6 +351,15 @@ def test_a_refused_reply_owes_no_handoff() -> None:
     reply = Reply()
     reply.lacks_handoff({"type": "http.response.start", "status": 400})
     assert not reply.lacks_handoff({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_only_a_connector_that_returns_params_owes_them(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's hand-offs come without, so its replies are not looked through."""
+    monkeypatch.setattr(server, "silent", silent)
+    http = HttpRequest({"type": "http", "path": "/v1/completions"})
+    _note(EngineRequest("a"), {"do_remote_decode": True}, http)
+    assert (http.reply is None) is silent
 
 
 @pytest.fixture
