@@ -32,6 +32,10 @@ _BROKEN = ("torchvision", "torchaudio", "torchcodec")
 
 _OURS = "vllm-kv-shim"
 
+_MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+_MORE = {"0.32.0": (f'{_MOONCAKE}; platform_machine == "x86_64" and python_version < "3.14"',)}
+"""What tests of a second connector need; it has no other wheels, and those tests skip without it."""
+
 _TELL_SECONDS = 10.0
 
 _LIST = """
@@ -133,7 +137,8 @@ class Builder:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
             pins.writelines(f"{name}=={version}\n" for name, version in before.items())
             pins.flush()
-            self._pip("the shim and its test tools", "install", "-c", pins.name, "-e", f"{ROOT}[test]")
+            wanted = ("-e", f"{ROOT}[test]", *_MORE.get(self.version, ()))
+            self._pip("the shim and its test tools", "install", "-c", pins.name, *wanted)
         after = self.installed()
         changed = [name for name, version in before.items() if after.get(name) != version]
         if changed:
