@@ -39,37 +39,39 @@ def resolve(config: Any) -> None:
     """
     if config is None or config.kv_connector is None:
         return
-    name, path = config.kv_connector, config.kv_connector_module_path
-    if _is_ours(name, path):
-        config.kv_connector, config.kv_connector_module_path = _target(
-            name, path, config.kv_connector_extra_config
+    name, path, extra = config.kv_connector, config.kv_connector_module_path, config.kv_connector_extra_config
+    disabled = flag(settings_of.DISABLE_ENV)
+    ours, inside = _is_ours(name, path), _wrapped_inside(extra)
+    if ours:
+        config.kv_connector, config.kv_connector_module_path = _target(name, path, extra)
+    elif inside > 1:
+        msg = (
+            f"{MULTI}: found {inside} entries wrapped by the shim, wanted one ledger a server; set "
+            f'kv_connector to "{SECTION}" with {{"{SECTION}": {{"connector": "{MULTI}"}}}} instead'
         )
+        raise SettingsError(msg)
+    elif SECTION in extra and not disabled:
+        msg = (
+            f'kv_connector_extra_config["{SECTION}"]: found settings, but kv_connector = {name!r} is not '
+            f'wrapped, wanted "{SECTION}" there; set kv_connector to "{SECTION}", or move the settings to the '
+            "entry that is wrapped"
+        )
+        raise SettingsError(msg)
+    if inside:
+        # New dicts: the ones the user handed in may serve another config too.
+        extra = config.kv_connector_extra_config = _rewritten(extra)
+    if ours or (inside and disabled):
         # Tells later processes, which get the config as rewritten, that it was ours: also when disabled.
-        config.kv_connector_extra_config = {SECTION: {}, **config.kv_connector_extra_config}
-    if config.kv_connector == MULTI:
-        children = config.kv_connector_extra_config.get("connectors")
-        ours = [child for child in children if _is_our_entry(child)] if isinstance(children, list) else []
-        if len(ours) > 1 and not _is_ours(name, path):
-            msg = (
-                f"{MULTI}: found {len(ours)} entries wrapped by the shim, wanted one ledger a server; set "
-                f'kv_connector to "{SECTION}" with {{"{SECTION}": {{"connector": "{MULTI}"}}}} instead'
-            )
-            raise SettingsError(msg)
-        if ours:
-            # A new dict: the one the user handed in may serve another config too.
-            config.kv_connector_extra_config = {
-                **config.kv_connector_extra_config,
-                "connectors": [_entry(child) for child in children],
-            }
+        config.kv_connector_extra_config = {SECTION: {}, **extra}
 
 
 def uses_shim(config: Any) -> bool:
     """Whether a `KVTransferConfig`, or a child of its `MultiConnector`, is wrapped by the shim."""
     if config is None or config.kv_connector is None:
         return False
-    children = config.kv_connector_extra_config.get("connectors")
-    return _is_ours(config.kv_connector, config.kv_connector_module_path) or (
-        isinstance(children, list) and any(map(_is_our_entry, children))
+    return (
+        _is_ours(config.kv_connector, config.kv_connector_module_path)
+        or _wrapped_inside(config.kv_connector_extra_config) > 0
     )
 
 
@@ -83,14 +85,31 @@ def _is_our_entry(entry: object) -> bool:
     )
 
 
+def _children(extra_config: Any) -> list[Any]:
+    children = extra_config.get("connectors") if isinstance(extra_config, dict) else None
+    return children if isinstance(children, list) else []
+
+
+def _wrapped_inside(extra_config: Any) -> int:
+    """How many entries of a `MultiConnector` are wrapped, at whatever depth."""
+    entries = [child for child in _children(extra_config) if isinstance(child, dict)]
+    return sum(
+        _is_our_entry(child) + _wrapped_inside(child.get("kv_connector_extra_config")) for child in entries
+    )
+
+
+def _rewritten(extra_config: dict[str, Any]) -> dict[str, Any]:
+    """A `MultiConnector`'s options with the sugar of its entries resolved, at whatever depth."""
+    return {**extra_config, "connectors": [_entry(child) for child in _children(extra_config)]}
+
+
 def _entry(entry: Any) -> Any:
+    extra = entry.get("kv_connector_extra_config") if isinstance(entry, dict) else None
+    if isinstance(extra, dict) and _wrapped_inside(extra):
+        entry = {**entry, "kv_connector_extra_config": _rewritten(extra)}
     if not _is_our_entry(entry):
         return entry
-    name, path = _target(
-        entry["kv_connector"],
-        entry.get("kv_connector_module_path"),
-        entry.get("kv_connector_extra_config"),
-    )
+    name, path = _target(entry["kv_connector"], entry.get("kv_connector_module_path"), extra)
     return {**entry, "kv_connector": name, "kv_connector_module_path": path}
 
 
@@ -107,6 +126,13 @@ def _target(name: str, path: str | None, extra_config: Any) -> tuple[str, str | 
         raise SettingsError(msg)
     settings = read_settings(extra_config)
     inner = settings.connector if name == SECTION else name
+    section = (extra_config or {}).get(SECTION, {})
+    if settings.connector != inner and isinstance(section, dict) and "connector" in section:
+        msg = (
+            f'kv_connector_extra_config["{SECTION}"]["connector"]: found {settings.connector!r} beside '
+            f"kv_connector = {name!r}, wanted one inner connector; remove one of the two"
+        )
+        raise SettingsError(msg)
     inner_class(inner)  # raises with the nearest right name
     if not flag(settings_of.DISABLE_ENV):
         return inner, MODULE
@@ -126,13 +152,16 @@ def _settle(vllm_config: Any) -> None:
 
 
 def _entrypoint_settings(config: Any) -> Settings:
-    """The settings of the outermost wrapped connector: the server's own, or its first wrapped child's."""
-    if config is None:
-        return Settings()
-    extra = config.kv_connector_extra_config
-    children = [child for child in extra.get("connectors") or () if _is_our_entry(child)]
-    if SECTION not in extra and children:
-        extra = children[0].get("kv_connector_extra_config")
+    """The settings of the wrapped connector: the server's own, or its wrapped child's."""
+    extra = None if config is None else config.kv_connector_extra_config
+    while extra is not None and SECTION not in extra:
+        inside = [
+            child
+            for child in _children(extra)
+            if _is_our_entry(child)
+            or (isinstance(child, dict) and _wrapped_inside(child.get("kv_connector_extra_config")))
+        ]
+        extra = inside[0].get("kv_connector_extra_config") if inside else None
     return read_settings(extra)
 
 

@@ -14,7 +14,7 @@ from shim.connector.health import PeerHealth
 from shim.connector.issue import Issuer, lease_of
 from shim.connector.observe import Observe
 from shim.connector.scheduler_half import SchedulerHalf
-from shim.connector.screening import guard_for
+from shim.connector.screening import children_of, guard_for, options_of
 from shim.ledger import Ledger
 from shim.telemetry.log import LogObserver
 from shim.telemetry.sinks import Sinks
@@ -56,7 +56,8 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
         producer=config.kv_role == "kv_producer",
         normalize=settings.normalize_prefill,
     )
-    lease = lease_of(config.kv_connector, config.kv_connector_extra_config)
+    names = [config.kv_connector, *(str(child.get("kv_connector")) for child in children_of(config))]
+    lease = lease_of(names, options_of(config))
     issuer = Issuer(lease, spans.context_of)
     # A MultiConnector's sends end when all of its children's do, so it does not say which one did.
     ends = NixlEnds(lease, parallel.world_size) if config.kv_connector.startswith("Nixl") else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shim import stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from shim.stamp import Prompt
 
@@ -21,10 +21,15 @@ LONGEST_LEASE = 480.0
 """Seconds; stands for the lease of a connector whose own is not known, so that none expires too early."""
 
 
-def lease_of(connector: str, extra_config: Mapping[str, Any]) -> float:
-    """How long prefill keeps the blocks of a hand-off, in seconds."""
-    if connector.startswith("Nixl"):
-        return float(extra_config.get("kv_lease_duration", NIXL_LEASE))
+def lease_of(connectors: Iterable[str], options: Mapping[str, Any]) -> float:
+    """How long prefill keeps the blocks of a hand-off, in seconds.
+
+    Args:
+        connectors: the inner connector's name, or a `MultiConnector`'s children's.
+        options: their `kv_connector_extra_config`.
+    """
+    if any(name.startswith("Nixl") for name in connectors):
+        return float(options.get("kv_lease_duration", NIXL_LEASE))
     return LONGEST_LEASE
 
 

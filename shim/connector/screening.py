@@ -31,8 +31,13 @@ def guard_for(
         connector: the connector in the scheduler; None likewise.
     """
     known = kv_cache_config is not None and block_size is not None
-    scheduler = getattr(connector, "connector_scheduler", None)
-    back_off = getattr(scheduler, "_prefill_backoff", None)  # NIXL's, from 0.31 on
+    schedulers = [
+        each.connector_scheduler
+        for each in (connector, *getattr(connector, "_connectors", ()))
+        if hasattr(each, "connector_scheduler")
+    ]
+    # NIXL's, from 0.31 on.
+    back_offs = [int(each._prefill_backoff()) for each in schedulers if hasattr(each, "_prefill_backoff")]  # noqa: SLF001
     return Guard(
         profile_of(config),
         settings,
@@ -42,14 +47,28 @@ def guard_for(
         is_producer=config.is_kv_producer,
         is_consumer=config.is_kv_consumer,
         engine_id=config.engine_id,
-        backoff=0 if back_off is None else int(back_off()),
-        extra_config=config.kv_connector_extra_config,
-        host_buffer=bool(getattr(scheduler, "use_host_buffer", False)),
+        backoff=max(back_offs, default=0),
+        extra_config=options_of(config),
+        host_buffer=any(getattr(each, "use_host_buffer", False) for each in schedulers),
     )
 
 
 def profile_of(config: Any) -> Profile:
     """The profile of the connector that a `KVTransferConfig` names; of its children for a `MultiConnector`."""
-    children = config.kv_connector_extra_config.get("connectors") or ()
-    names = [str(child.get("kv_connector")) for child in children if isinstance(child, dict)]
+    names = [str(child.get("kv_connector")) for child in children_of(config)]
     return profile_for(config.kv_connector, names)
+
+
+def children_of(config: Any) -> list[dict[str, Any]]:
+    """The entries of a `MultiConnector`'s `connectors`; empty for any other connector."""
+    children = config.kv_connector_extra_config.get("connectors") or ()
+    return [child for child in children if isinstance(child, dict)]
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """The connector's own options; with those of its children for a `MultiConnector`, whose names differ."""
+    options: dict[str, Any] = {}
+    for child in children_of(config):
+        options |= child.get("kv_connector_extra_config") or {}
+    options |= config.kv_connector_extra_config
+    return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from shim.entrypoint.middleware import HttpRequest
 
 ID_LIMIT = 128
+_REQUEST_LOCAL = re.compile(r"renderer\d+-mm-\d+-")
+"""How vLLM names multimodal items that it does not hash (renderers/base.py, without processor cache and prefix
+caching): by a counter, so that prefill and decode never agree on them."""
 
 
 @dataclass(slots=True)
@@ -76,11 +80,14 @@ def _digest(engine_request: Any, params: Any) -> stamp.Prompt | None:
         k = covered
     else:
         return None
+    items = [(f.identifier, f.mm_position.offset) for f in engine_request.mm_features or ()]
+    if any(_REQUEST_LOCAL.match(identifier) for identifier, _ in items):
+        return None
     lora = engine_request.lora_request
     return stamp.digest(
         tokens,
         k,
-        multimodal=[(f.identifier, f.mm_position.offset) for f in engine_request.mm_features or ()],
+        multimodal=items,
         lora="" if lora is None else lora.lora_name,
         cache_salt=engine_request.cache_salt or "",
     )

@@ -32,6 +32,9 @@ _TRACEPARENT = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _current: ContextVar[HttpRequest | None] = ContextVar("kv_shim_http_request", default=None)
 
 
+_SEEN = "kv_shim_seen"
+
+
 class Unreadable(ValueError):  # noqa: N818  # a finding about the client's body, not an error of ours
     """The body has the key, but its value can't be sent to an engine."""
 
@@ -224,9 +227,11 @@ class RequestContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, remembering it; nested installs and other scopes pass straight through."""
-        if scope["type"] not in {"http", "websocket"} or _current.get() is not None:
+        # By the scope, not by the context: a pipelined request starts inside its predecessor's.
+        if scope["type"] not in {"http", "websocket"} or _SEEN in scope:
             await self.app(scope, receive, send)
             return
+        scope[_SEEN] = True
         request = HttpRequest(scope)
 
         async def remembering() -> Message:

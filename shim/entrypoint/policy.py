@@ -120,17 +120,21 @@ def install(llm_class: type[Any], policy: Policy) -> None:
         extra_args = getattr(sampling_params, "extra_args", None) or {}
         policy.check(http, sampling_params, prompt)
         loads = policy.load_timeout is not None and waits_for_load(http, extra_args)
-        async with aclosing(original(self, prompt, sampling_params, request_id, **options)) as outputs:
+        final_only = getattr(sampling_params.output_kind, "name", "") == "FINAL_ONLY"
+        if loads and final_only and getattr(sampling_params, "n", 1) > 1:
+            loads = False  # children would come out one by one
+        first_try = _cumulative(sampling_params) if loads and final_only else sampling_params
+        async with aclosing(original(self, prompt, first_try, request_id, **options)) as outputs:
             try:
-                first = await asyncio.wait_for(anext(outputs, None), policy.load_timeout if loads else None)
+                output = await asyncio.wait_for(anext(outputs, None), policy.load_timeout if loads else None)
             except TimeoutError:
-                first = None
+                output = None
             else:
-                loads = False
-                if first is not None:
-                    yield first
-                async for output in outputs:
-                    yield output
+                swallows, loads = loads and final_only, False
+                while output is not None:
+                    if not swallows or output.finished:
+                        yield output
+                    output = await anext(outputs, None)
         if not loads:
             return
         # Cancelling the first try has aborted it; its blocks stay with the inner connector until it reports.
@@ -144,6 +148,13 @@ def install(llm_class: type[Any], policy: Policy) -> None:
                 yield output
 
     llm_class.generate = generate
+
+
+def _cumulative(sampling: Any) -> Any:
+    """A copy whose outputs come as they are made, each whole: a final-only one shows nothing before its end."""
+    clone = copied(sampling, sampling.extra_args)
+    clone.output_kind = type(sampling.output_kind).CUMULATIVE
+    return clone
 
 
 def waits_for_load(http: HttpRequest | None, extra_args: dict[str, Any]) -> bool:

@@ -179,6 +179,68 @@ def test_a_wrong_setting_stops_the_start(section: dict[str, Any], words: list[st
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("connector", "extra", "words"),
+    [
+        ("NixlConnector", {"shim": {"expect_remote": "always"}}, "is not wrapped"),
+        (
+            "MultiConnector",
+            {"shim": {}, "connectors": [{"kv_connector": "shim", "kv_role": "kv_both"}]},
+            "is not wrapped",
+        ),
+        (
+            "MultiConnector",
+            {
+                "connectors": [
+                    {"kv_connector": "shim", "kv_role": "kv_both"},
+                    {
+                        "kv_connector": "MultiConnector",
+                        "kv_connector_extra_config": {"connectors": [{"kv_connector": "shim"}]},
+                    },
+                ]
+            },
+            "one ledger a server",
+        ),
+    ],
+)
+def test_settings_nobody_would_read_stop_the_start(connector: str, extra: dict[str, Any], words: str) -> None:
+    """A section beside a connector that is not wrapped, and a second ledger at any depth."""
+    with pytest.raises(ValueError, match=words):
+        config(connector, kv_connector_extra_config=extra)
+
+
+def test_two_inner_connectors_are_one_too_many() -> None:
+    """The long form names it already; another in the section would be ignored."""
+    with pytest.raises(ValueError, match="remove one of the two"):
+        config(
+            "NixlConnector",
+            kv_connector_module_path="shim.connector",
+            kv_connector_extra_config={"shim": {"connector": "OffloadingConnector"}},
+        )
+
+
+def test_a_nested_entry_is_resolved() -> None:
+    """One wrapped child at depth two, and the entrypoint's half is wanted for it."""
+    deep = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "shim"}]},
+    }
+    made = config("MultiConnector", kv_connector_extra_config={"connectors": [deep]})
+    [child] = made.kv_connector_extra_config["connectors"]
+    [grandchild] = child["kv_connector_extra_config"]["connectors"]
+    assert grandchild["kv_connector"] == "NixlConnector"
+    assert plugin.uses_shim(made)
+
+
+def test_a_disabled_child_leaves_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `info` can say `disabled` in whatever process gets the config."""
+    monkeypatch.setenv("SHIM_DISABLE", "1")
+    children = [{"kv_connector": "shim", "kv_role": "kv_both"}]
+    made = config("MultiConnector", kv_connector_extra_config={"connectors": children})
+    assert "shim" in made.kv_connector_extra_config
+    assert not plugin.uses_shim(made)
+
+
 def test_two_ways_to_say_it_at_once_are_refused() -> None:
     """`shim` with somebody else's module path is a contradiction."""
     with pytest.raises(ValueError, match="remove kv_connector_module_path"):

@@ -415,3 +415,39 @@ def test_prompts_are_digested_where_a_stamp_is_made_or_checked() -> None:
     assert other.stamp_digest not in {"", prefill.stamp_digest}
     [plain] = serve(body(kv_transfer_params=HANDOFF), EngineRequest("d", prompt_token_ids=tokens))
     assert plain.stamp_digest == ""
+
+
+def test_a_request_that_starts_inside_another_is_its_own() -> None:
+    """A pipelined request inherits its predecessor's context, and must not be taken for it."""
+    bodies = {"outer": body(kv_transfer_params={"a": 1}), "inner": body(kv_transfer_params={"b": 2})}
+    seen: list[Any] = []
+
+    async def request(name: str) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": bodies[name]}
+
+        async def send(_message: Any) -> None:
+            if name == "outer":
+                await asyncio.create_task(request("inner"))
+
+        async def app(_scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send({"type": "http.response.start", "status": 200})
+            made = EngineRequest(name)
+            attach(made)
+            assert made.sampling_params is not None
+            seen.append(read_attached(made.sampling_params.extra_args).kv)
+
+        await RequestContext(RequestContext(app))({"type": "http", "path": "/x", "headers": []}, receive, send)
+
+    asyncio.run(request("outer"))
+    assert seen == [{"b": 2}, {"a": 1}]
+
+
+def test_items_that_only_one_server_can_name_are_not_digested() -> None:
+    """Without processor cache and prefix caching vLLM counts multimodal items: the names never agree."""
+    position = type("Position", (), {"offset": 3})()
+    item = type("Item", (), {"identifier": "renderer0-mm-7-image-0", "mm_position": position})()
+    asking = Sampling({"kv_transfer_params": {"do_remote_decode": True}})
+    [attached] = serve(body(), EngineRequest("p", asking, prompt_token_ids=list(range(9)), mm_features=[item]))
+    assert attached.stamp_digest == ""

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,29 @@ GOOD = {
 }
 
 
+class Kind(Enum):
+    """vLLM's RequestOutputKind."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass
 class Sampling:
     """Stands in for vLLM's SamplingParams."""
 
     extra_args: dict[str, Any] | None = None
+    output_kind: Kind = Kind.DELTA
+    n: int = 1
+
+
+@dataclass
+class Output:
+    """Stands in for vLLM's RequestOutput."""
+
+    text: str
+    finished: bool
 
 
 def policy(expect: ExpectRemote = ExpectRemote.ALWAYS, **section: Any) -> Policy:
@@ -171,6 +190,33 @@ def test_a_load_that_never_ends_is_given_up_and_done_here() -> None:
     assert run(made, {"kv_transfer_params": GOOD, "keep": 1}, request) == ["a", "b"]
     assert made.seen == [{"kv_transfer_params": GOOD, "keep": 1}, {"keep": 1}]
     assert (made.aborted, request.timed_out) == (1, True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_whole_reply_may_take_longer_than_the_load(n: int) -> None:
+    """A final-only reply shows nothing before its end: what is bounded is its load, and it comes as asked."""
+    kinds: list[Kind] = []
+
+    class Llm:
+        async def generate(
+            self, prompt: Any, sampling_params: Sampling, request_id: str, **_: Any
+        ) -> AsyncIterator[Output]:
+            kinds.append(sampling_params.output_kind)
+            if sampling_params.output_kind is not Kind.FINAL_ONLY:
+                yield Output("a", finished=False)
+            await asyncio.sleep(0.2)
+            yield Output("ab", finished=True)
+
+    policies.install(Llm, policy(load_timeout=0.05))
+    asked = Sampling({"kv_transfer_params": GOOD}, Kind.FINAL_ONLY, n)
+
+    async def collect() -> list[Output]:
+        return [out async for out in Llm().generate({"prompt_token_ids": [1]}, asked, "r")]
+
+    assert asyncio.run(collect()) == [Output("ab", finished=True)]
+    # With several children each would come out by itself, so they are not bounded.
+    assert kinds == [Kind.CUMULATIVE if n == 1 else Kind.FINAL_ONLY]
+    assert asked.output_kind is Kind.FINAL_ONLY
 
 
 def test_only_loads_are_bounded() -> None:
