@@ -6,13 +6,14 @@ PYTHON ?= python3
 OLD := $(SHIM_ENVS)/vllm-0.28.0
 NEW := $(SHIM_ENVS)/vllm-0.32.0
 
-.PHONY: help demo test debian env envs lint format unit contract e2e clean distclean
+.PHONY: help demo test debian env envs lint format unit contract e2e soak clean distclean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo       the bug, the shim, and a loss explained, on real servers (vLLM 0.28.0)"
 	@echo "make test       lint, types, and all tests on vLLM 0.28.0 and 0.32.0"
 	@echo "make envs       both environments; make env for the demo's alone"
+	@echo "make soak       chaos on live servers, and a real Prometheus and Alertmanager watching them (0.32.0)"
 	@echo "make lint       ruff and mypy;  make format  ruff's formatter"
 	@echo "make unit contract e2e   one layer of the tests, on 0.32.0"
 	@echo "make clean      caches, logs and models;  make distclean  the environments as well"
@@ -43,6 +44,9 @@ lint: $(NEW)/.built
 format: $(NEW)/.built
 	$(NEW)/bin/ruff format .
 	$(NEW)/bin/ruff check --fix .
+
+soak: $(NEW)/.built debian
+	PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest tests/e2e/test_defence.py tests/e2e/test_screen.py
 
 unit contract e2e: $(NEW)/.built
 	PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest tests/$@
