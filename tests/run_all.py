@@ -35,6 +35,7 @@ ONLY = {
     "tests/e2e/test_defence.py": SOAK,  # plain 0.32.0 dies of what is sent there
     "tests/e2e/test_screen.py": SOAK,
     "tests/e2e/test_mooncake.py": NEW,
+    "tests/e2e/test_stopped.py": NEW,
 }
 """Tests that one version is enough for: a start of servers costs most of a minute."""
 CHECKS = (
