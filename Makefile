@@ -45,8 +45,9 @@ format: $(NEW)/.built
 	$(NEW)/bin/ruff format .
 	$(NEW)/bin/ruff check --fix .
 
-soak: $(NEW)/.built debian
-	PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest tests/e2e/test_defence.py tests/e2e/test_screen.py
+soak: $(OLD)/.built $(NEW)/.built debian
+	PYTHONPATH=$(CURDIR) $(OLD)/bin/python -m pytest tests/e2e/test_demo.py
+	PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest tests/e2e/test_defence.py tests/e2e/test_screen.py tests/e2e/test_stopped.py
 
 unit contract e2e: $(NEW)/.built
 	PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest tests/$@

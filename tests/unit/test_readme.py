@@ -32,7 +32,7 @@ def test_the_configs_are_valid(config: str) -> None:
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\w+)$", TEXT, re.MULTILINE))
 def test_the_make_targets_exist(target: str) -> None:
-    """`make -n` knows each of them; CI runs `make test`, and tests/e2e/test_demo.py what `make demo` runs."""
+    """`make -n` knows each of them; tests/e2e/test_demo.py runs what `make demo` runs."""
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
