@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import httpx
 
-from shim.cli import keeper
+from shim.cli import cores, keeper
 
 HOST = "127.0.0.1"
 
@@ -294,6 +294,7 @@ class Fleet:
                 version = waiting[0].spec.environment.version
                 self._progress(f"starting {names} (vLLM {version}): {seconds:.0f} s")
                 time.sleep(1)
+        cores.share([server.processes() for server in started])
         return started
 
     def stop(self) -> None:
