@@ -78,7 +78,8 @@ class SchedulerHalf:
     ) -> tuple[int | None, bool]:
         """The answer that the scheduler gets to `get_num_new_matched_tokens`."""
         admitted = self._live.get(request.request_id)
-        if admitted is None or admitted.local or self._admission.spent(request):
+        spent = self._contain(Hook.MATCH, self._admission.spent, request)
+        if admitted is None or admitted.local or spent:
             answer = (0, False)
         self._contain(Hook.MATCH, self._observe.matched, request, local_tokens, answer)
         return answer

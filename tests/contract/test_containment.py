@@ -228,6 +228,17 @@ def test_a_sink_that_fails_fails_nothing(
     assert sum(errors(connector).values()) >= 1
 
 
+def test_a_fault_after_admission_leaves_the_inners_answer(
+    connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what could not be screened is kept from loading."""
+    one = request()
+    connector.on_new_request(one)
+    monkeypatch.setattr(Admission, "spent", boom)
+    assert connector.get_num_new_matched_tokens(one, 0) == (7, True)
+    assert errors(connector) == {"match": 1}
+
+
 def test_failing_to_screen_fails_closed(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be screened, the inner does not see: no params, a local prefill, `shim_error`."""
     monkeypatch.setattr(Admission, "admit", boom)
