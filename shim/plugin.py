@@ -6,17 +6,16 @@ vLLM runs `install` in every process, possibly several times, and logs and skips
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from shim import config as settings_of
 from shim.config import SECTION, Settings, SettingsError, flag, read_settings
+from shim.patch import wrap_once
 
 MODULE = "shim.connector"
 """What `kv_connector_module_path` names; its module-level `__getattr__` makes the wrapped classes."""
 
 MULTI = "MultiConnector"
-_INSTALLED = "_kv_shim_installed"
 
 
 def install() -> None:
@@ -166,15 +165,13 @@ def _entrypoint_settings(config: Any) -> Settings:
 
 
 def _before_post_init(cls: type[Any], first: Any) -> None:
-    """Have `first(instance)` run before `cls.__post_init__`, once per process however often we are called."""
-    original = cls.__post_init__
-    if getattr(original, _INSTALLED, False):
-        return
+    """Have `first(instance)` run before `cls.__post_init__`."""
 
-    @functools.wraps(original)
-    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        first(self)
-        original(self, *args, **kwargs)
+    def make(original: Any) -> Any:
+        def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+            first(self)
+            original(self, *args, **kwargs)
 
-    setattr(post_init, _INSTALLED, True)
-    cls.__post_init__ = post_init
+        return post_init
+
+    wrap_once(cls, "__post_init__", make)

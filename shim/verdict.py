@@ -97,6 +97,9 @@ REASON_CLASS: Mapping[Reason, ReasonClass] = MappingProxyType(
     }
 )
 
+ABSENT = frozenset({Reason.PARAMS_MISSING, Reason.PARAMS_EMPTY, Reason.PARAMS_NOT_REMOTE})
+"""Reasons that are a fault only where a hand-off was to be expected."""
+
 
 def reasons_of(*classes: ReasonClass) -> tuple[Reason, ...]:
     """The reasons of these classes, in the order of the table."""

@@ -9,15 +9,12 @@ from msgspec import Struct
 from shim.config import ExpectRemote
 from shim.connector.recover import Attached, copied, put_params, read_attached
 from shim.stamp import read_prompt
-from shim.verdict import Ask, Facts, HandoffReason, Reason, Source
+from shim.verdict import ABSENT, Ask, Facts, HandoffReason, Reason, Source
 
 if TYPE_CHECKING:
     from shim.connector.guard import Guard, Screened
     from shim.stamp import Prompt
     from shim.telemetry.catalog import StampResult
-
-ABSENT = frozenset({Reason.PARAMS_MISSING, Reason.PARAMS_EMPTY, Reason.PARAMS_NOT_REMOTE})
-"""Reasons that are a fault only where a hand-off was to be expected."""
 
 
 class Admitted(Struct, frozen=True, gc=False):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shim.ledger import Ending, Ledger
 from shim.verdict import (
+    ABSENT,
     REASON_CLASS,
     Ask,
     Facts,
@@ -29,7 +30,6 @@ _ENDINGS = {
     "FINISHED_LENGTH_CAPPED": Ending.LENGTH,
     "FINISHED_ERROR": Ending.ERROR,
 }
-_ABSENT = frozenset({Reason.PARAMS_MISSING, Reason.PARAMS_EMPTY, Reason.PARAMS_NOT_REMOTE})
 
 
 class Observe:
@@ -145,7 +145,7 @@ class Observe:
         if issued:
             return HandoffReason.NONE
         reasons = (
-            (facts.reason in _ABSENT, HandoffReason.PARAMS_MISSING),
+            (facts.reason in ABSENT, HandoffReason.PARAMS_MISSING),
             (facts.reason is not Reason.NONE, HandoffReason.OTHER),
             (facts.siblings is not HandoffReason.NONE, facts.siblings),
             (request.num_prompt_tokens < self.ledger.granule, HandoffReason.SHORT_PROMPT),

@@ -5,18 +5,17 @@ Installed when a config that uses the shim is settled, or by `SHIM_ENTRYPOINT=1`
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
 from shim.config import DISABLE_ENV, Settings, flag
 from shim.entrypoint import counters, handoff
 from shim.entrypoint.middleware import RequestContext
+from shim.patch import wrap_once
 from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint
 
 logger = logging.getLogger("vllm.kv_shim")
-_INSTALLED = "_kv_shim_installed"
 
 
 def install(settings: Settings, config: Any) -> None:
@@ -42,7 +41,7 @@ def install(settings: Settings, config: Any) -> None:
     handoff.server.silent = handoff.server.has_connector and profile_of(config).hands_off_silently
     handoff.server.settings = settings
     _install_policy(settings, config)
-    _wrap_stack(FastAPI)
+    wrap_once(FastAPI, "build_middleware_stack", _in_context)
     for name in dir(core_client):
         cls = getattr(core_client, name)
         if (
@@ -51,7 +50,7 @@ def install(settings: Settings, config: Any) -> None:
             and cls is not core_client.EngineCoreClient
             and "add_request_async" in vars(cls)
         ):
-            _wrap_add_request(cls)
+            wrap_once(cls, "add_request_async", _attaching)
 
 
 def _install_policy(settings: Settings, config: Any) -> None:
@@ -64,46 +63,33 @@ def _install_policy(settings: Settings, config: Any) -> None:
     from shim.connector.screening import guard_for  # noqa: PLC0415
     from shim.entrypoint import policy  # noqa: PLC0415
 
-    if getattr(AsyncLLM.generate, _INSTALLED, False):
-        return
     guard = guard_for(config, settings)
     policy.install(AsyncLLM, policy.Policy(settings, guard, settings.expectation(config.kv_role)))
-    setattr(AsyncLLM.generate, _INSTALLED, True)
     RequestContext.gated = settings.on_local_prefill != "allow"
 
 
-def _wrap_stack(app_class: type[Any]) -> None:
+def _in_context(build_middleware_stack: Any) -> Any:
     """Put `RequestContext` around every application's middleware stack, outermost.
 
     Works where the server module is `__main__` and no option names a middleware.
     """
-    original = app_class.build_middleware_stack
-    if getattr(original, _INSTALLED, False):
-        return
 
-    @functools.wraps(original)
-    def build_middleware_stack(self: Any) -> Any:
-        return RequestContext(original(self))
+    def build(self: Any) -> Any:
+        return RequestContext(build_middleware_stack(self))
 
-    setattr(build_middleware_stack, _INSTALLED, True)
-    app_class.build_middleware_stack = build_middleware_stack
+    return build
 
 
-def _wrap_add_request(client_class: type[Any]) -> None:
+def _attaching(add_request_async: Any) -> Any:
     """Have every engine request pass `attach`: it also sees children of `n > 1` and rejection clean-ups."""
-    original = client_class.add_request_async
-    if getattr(original, _INSTALLED, False):
-        return
 
-    @functools.wraps(original)
-    async def add_request_async(self: Any, request: Any) -> None:
+    async def add(self: Any, request: Any) -> None:
         try:
             handoff.attach(request)
         except Exception:
             # The request goes on as vLLM made it: a fault of ours fails none.
             counters.count(EntrypointEvent.HOOK_ERROR, Endpoint.OTHER)
             logger.exception("kv_shim: a fault of the shim's at the hand-off was contained; please report it")
-        await original(self, request)
+        await add_request_async(self, request)
 
-    setattr(add_request_async, _INSTALLED, True)
-    client_class.add_request_async = add_request_async
+    return add

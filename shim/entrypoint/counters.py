@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
+from shim.patch import wrap_once
 from shim.telemetry.catalog import ENTRYPOINT, INFO, EntrypointEvent
 from shim.verdict import Endpoint
 
 logger = logging.getLogger("vllm.kv_shim")
-_INSTALLED = "_kv_shim_installed"
 _series: dict[tuple[str, str], Any] = {}
 
 
@@ -28,21 +27,19 @@ def install(logger_class: type[Any], *, disabled: bool) -> None:
         logger_class: vLLM's, also the base of its Ray variant.
         disabled: `SHIM_DISABLE` is set: nothing is counted, and `info` says so.
     """
-    original = logger_class.__init__
-    if getattr(original, _INSTALLED, False):
-        return
 
-    @functools.wraps(original)
-    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        try:
-            (_export_disabled if disabled else _create)(self, vllm_config)
-        except Exception:
-            # A registry that refuses our names must not keep the server from starting.
-            logger.exception("kv_shim: no entrypoint metrics: they could not be created; please report it")
+    def make(original: Any) -> Any:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            try:
+                (_export_disabled if disabled else _create)(self, vllm_config)
+            except Exception:
+                # A registry that refuses our names must not keep the server from starting.
+                logger.exception("kv_shim: no entrypoint metrics: creating them failed; please report it")
 
-    setattr(init, _INSTALLED, True)
-    logger_class.__init__ = init
+        return init
+
+    wrap_once(logger_class, "__init__", make)
 
 
 def _create(stat_logger: Any, vllm_config: Any) -> None:

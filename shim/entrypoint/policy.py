@@ -17,6 +17,7 @@ from shim.connector.recover import KV_PARAMS, copied
 from shim.entrypoint.counters import count
 from shim.entrypoint.handoff import recovered
 from shim.entrypoint.middleware import current_request
+from shim.patch import wrap_once
 from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint, Reason
 
@@ -95,10 +96,8 @@ class Policy:
             return
         try:
             reason = self.refuses(http, sampling, prompt_length(prompt))
-        except Exception:
-            # A fault of ours refuses nobody.
-            count(EntrypointEvent.HOOK_ERROR, http.endpoint)
-            logger.exception("kv_shim: a fault of the shim's in its policy was contained; please report it")
+        except Exception:  # noqa: BLE001  # a fault of ours refuses nobody
+            _fault(http)
             return
         if reason is None:
             return
@@ -107,32 +106,47 @@ class Policy:
         msg = f"kv_shim: {reason}: this prompt would be prefilled on a decode server"
         raise RefusedError(msg)
 
+    def bounds(self, http: HttpRequest | None, sampling: Any) -> bool:
+        """Whether this generation waits for remote KV under a bound; a fault of ours bounds nobody."""
+        if self.load_timeout is None:
+            return False
+        try:
+            # Children of one request would come out one by one.
+            alone = sampling.n == 1 or not _is_final_only(sampling)
+            return alone and waits_for_load(http, sampling.extra_args or {})
+        except Exception:  # noqa: BLE001  # see the docstring
+            _fault(http)
+            return False
+
+
+def _fault(http: HttpRequest | None) -> None:
+    count(EntrypointEvent.HOOK_ERROR, Endpoint.OTHER if http is None else http.endpoint)
+    logger.error("kv_shim: a fault of the shim's in its policy was contained; please report it", exc_info=True)
+
 
 def install(llm_class: type[Any], policy: Policy) -> None:
     """Put the policy in front of `AsyncLLM.generate`."""
-    original = llm_class.generate
+    wrap_once(llm_class, "generate", functools.partial(_governed, policy))
 
-    @functools.wraps(original)
+
+def _governed(policy: Policy, original: Any) -> Any:
     async def generate(
         self: Any, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncIterator[Any]:
         http = current_request()
-        extra_args = getattr(sampling_params, "extra_args", None) or {}
         policy.check(http, sampling_params, prompt)
-        loads = policy.load_timeout is not None and waits_for_load(http, extra_args)
-        final_only = getattr(sampling_params.output_kind, "name", "") == "FINAL_ONLY"
-        if loads and final_only and getattr(sampling_params, "n", 1) > 1:
-            loads = False  # children would come out one by one
-        first_try = _cumulative(sampling_params) if loads and final_only else sampling_params
+        loads = policy.bounds(http, sampling_params)
+        final_only = loads and _is_final_only(sampling_params)
+        first_try = _cumulative(sampling_params) if final_only else sampling_params
         async with aclosing(original(self, prompt, first_try, request_id, **options)) as outputs:
             try:
                 output = await asyncio.wait_for(anext(outputs, None), policy.load_timeout if loads else None)
             except TimeoutError:
                 output = None
             else:
-                swallows, loads = loads and final_only, False
+                loads = False
                 while output is not None:
-                    if not swallows or output.finished:
+                    if not final_only or output.finished:
                         yield output
                     output = await anext(outputs, None)
         if not loads:
@@ -141,13 +155,19 @@ def install(llm_class: type[Any], policy: Policy) -> None:
         count(EntrypointEvent.LOAD_TIMEOUT, Endpoint.OTHER if http is None else http.endpoint)
         if http is not None:
             http.timed_out = True
-        without = {name: value for name, value in extra_args.items() if name != KV_PARAMS}
+        without = {
+            name: value for name, value in (sampling_params.extra_args or {}).items() if name != KV_PARAMS
+        }
         again = copied(sampling_params, without or None)
         async with aclosing(original(self, prompt, again, request_id, **options)) as outputs:
             async for output in outputs:
                 yield output
 
-    llm_class.generate = generate
+    return generate
+
+
+def _is_final_only(sampling: Any) -> bool:
+    return getattr(sampling.output_kind, "name", "") == "FINAL_ONLY"
 
 
 def _cumulative(sampling: Any) -> Any:

@@ -137,6 +137,16 @@ def test_a_fault_of_ours_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     policy(on_local_prefill="refuse").check(http(), Sampling(), None)
 
 
+def test_a_fault_of_ours_bounds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for the params throws: the request goes on as vLLM made it."""
+
+    def boom(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(policies, "waits_for_load", boom)
+    assert policy(load_timeout=1.0).bounds(http(), Sampling()) is False
+
+
 def llm(behaviour: Any) -> Any:
     """A class like AsyncLLM, whose `generate` does as told and records what it was given."""
 
