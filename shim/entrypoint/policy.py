@@ -96,8 +96,8 @@ class Policy:
             return
         try:
             reason = self.refuses(http, sampling, prompt_length(prompt))
-        except Exception:  # noqa: BLE001  # a fault of ours refuses nobody
-            _fault(http)
+        except Exception as error:  # noqa: BLE001  # a fault of ours refuses nobody
+            _fault(http, error)
             return
         if reason is None:
             return
@@ -114,14 +114,14 @@ class Policy:
             # Children of one request would come out one by one.
             alone = sampling.n == 1 or not _is_final_only(sampling)
             return alone and waits_for_load(http, sampling.extra_args or {})
-        except Exception:  # noqa: BLE001  # see the docstring
-            _fault(http)
+        except Exception as error:  # noqa: BLE001  # see the docstring
+            _fault(http, error)
             return False
 
 
-def _fault(http: HttpRequest | None) -> None:
+def _fault(http: HttpRequest | None, error: Exception) -> None:
     count(EntrypointEvent.HOOK_ERROR, Endpoint.OTHER if http is None else http.endpoint)
-    logger.error("kv_shim: a fault of the shim's in its policy was contained; please report it", exc_info=True)
+    logger.error("kv_shim: a fault of the shim's in its policy was contained; please report it", exc_info=error)
 
 
 def install(llm_class: type[Any], policy: Policy) -> None:
