@@ -8,20 +8,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / ".cache" / "junit"
+PRINTING = threading.Lock()
 OLD, NEW = "0.28.0", "0.32.0"
 SOAK = "make soak"
 """In place of a version: minutes of chaos and of scraping, beyond what a run of everything may take."""
-RUNS = (
-    ("unit", NEW),
-    ("contract", OLD),
+BESIDE = (
     ("contract", NEW),
+    ("contract", OLD),
+    ("unit", NEW),
+)
+"""Run two at a time: they start no servers and measure no times."""
+ALONE = (
     ("e2e", OLD),
     ("e2e", NEW),
 )
@@ -64,11 +70,11 @@ def check(envs: Path, command: tuple[str, ...]) -> Result:
     """One of the checks of style and types, in the newer environment."""
     tool, *arguments = command
     name = " ".join(command)
-    code, seconds = run(name, [str(envs / f"vllm-{NEW}" / "bin" / tool), *arguments])
+    code, seconds = run(name, [str(envs / f"vllm-{NEW}" / "bin" / tool), *arguments], beside=False)
     return Result(name, seconds, passed=int(code == 0), failed=int(code != 0))
 
 
-def layer(envs: Path, folder: str, version: str) -> Result:
+def layer(envs: Path, folder: str, version: str, *, beside: bool = False) -> Result:
     """One folder of tests with one vLLM, counted from pytest's own report."""
     name = f"{folder} (vLLM {version})"
     report = REPORTS / f"{folder}-{version}.xml"
@@ -76,7 +82,7 @@ def layer(envs: Path, folder: str, version: str) -> Result:
     python = str(envs / f"vllm-{version}" / "bin" / "python")
     ignored = [f"--ignore={path}" for path, only in ONLY.items() if only != version]
     command = [python, "-m", "pytest", "-q", f"tests/{folder}", f"--junitxml={report}", *ignored]
-    code, seconds = run(name, command)
+    code, seconds = run(name, [*command, "--durations=12"], beside=beside)
     if not report.exists():
         return Result(name, seconds, failed=1)
     suite = ET.parse(report).getroot().find("testsuite")
@@ -90,27 +96,47 @@ def layer(envs: Path, folder: str, version: str) -> Result:
     return Result(name, seconds, max(tests - failures - errors - skipped, 0), failed, skipped)
 
 
-def say(line: str) -> None:
-    """Print a line now, in order with what the runs print."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+def say(text: str) -> None:
+    """Print now, and in one piece whoever else prints."""
+    with PRINTING:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
 
-def run(name: str, command: list[str]) -> tuple[int, float]:
-    """Run a command in this clone, with this clone's shim wherever the environments live."""
-    say(f"\n== {name}")
+def run(name: str, command: list[str], *, beside: bool) -> tuple[int, float]:
+    """Run a command in this clone, with this clone's shim wherever the environments live.
+
+    Args:
+        name: for the heading.
+        command: what to run.
+        beside: something else runs too, so what this one prints comes in one piece at its end.
+    """
     began = time.monotonic()
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
-    code = subprocess.call(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
-    return code, time.monotonic() - began
+    say(f"\n== {name}" + (" (begun)" if beside else ""))
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE if beside else None,
+        stderr=subprocess.STDOUT if beside else None,
+        text=True,
+        check=False,
+    )
+    seconds = time.monotonic() - began
+    if beside:
+        say(f"\n== {name}\n{done.stdout.rstrip()}")
+    return done.returncode, seconds
 
 
 def main(envs: Path) -> int:
     """Run it all."""
     REPORTS.mkdir(parents=True, exist_ok=True)
     results = [check(envs, command) for command in CHECKS]
-    results += [layer(envs, folder, version) for folder, version in RUNS]
+    with ThreadPoolExecutor(2) as pool:
+        results += pool.map(lambda one: layer(envs, *one, beside=True), BESIDE)
+    results += [layer(envs, folder, version) for folder, version in ALONE]
     say("\n== all")
     for result in results:
         say(str(result))

@@ -16,7 +16,7 @@ ROUTES = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 ROUNDS = 8
 LENGTH = 3500
 AIM = 1.05
-LIMIT = 1.10
+BATCHES = 4
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,21 @@ def test_the_params_of_generate_come_from_the_body_where_vllm_drops_them(traffic
 def test_generate_is_as_fast_as_completions(traffic, pair, bench, record_property, capsys) -> None:
     """The ratio of median decode times; upstream's own fix reached 1.04."""
     rows, _, _ = traffic
-    ratio = rows[Endpoint.GENERATE].median_seconds / rows[Endpoint.COMPLETIONS].median_seconds
-    if ratio > AIM:
+    ratio = slowdown(rows)
+    for _ in range(1, BATCHES):
+        if ratio <= AIM:
+            break
         # Eight samples of half a second on a busy machine prove little: as many again, and all count.
         rows = merge(rows, interleave(pair.router, ROUTES, ROUNDS, LENGTH, pair.source))
-        ratio = rows[Endpoint.GENERATE].median_seconds / rows[Endpoint.COMPLETIONS].median_seconds
+        ratio = slowdown(rows)
     medians = ", ".join(f"{name.value} {row.median_seconds:.3f} s" for name, row in rows.items())
     figure = f"vLLM {bench.environment.version}: median decode {medians}; ratio {ratio:.3f} (aim {AIM})"
     record_property("ratio", figure)
     with capsys.disabled():
         print(f"\n{figure}")  # noqa: T201  # the figure is what this test is for
-    assert ratio <= LIMIT
+    assert ratio <= AIM
+
+
+def slowdown(rows) -> float:
+    """Generate's median decode time over completions'."""
+    return rows[Endpoint.GENERATE].median_seconds / rows[Endpoint.COMPLETIONS].median_seconds
