@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -186,6 +186,14 @@ class Ask(StrEnum):
     HANDOFF = "handoff"  # prefill: keep the KV for a decode server (do_remote_decode)
 
 
+class PeerKey(NamedTuple):
+    """What a breaker stands for. A peer that restarts gets a new engine id, and so a new breaker."""
+
+    host: str
+    port: int
+    engine_id: str
+
+
 class Facts(Struct, frozen=True, gc=False):
     """What is known of a request when the engine admits it; settled before the first event.
 
@@ -202,9 +210,7 @@ class Facts(Struct, frozen=True, gc=False):
     traceparent: str = ""  # the caller's W3C context, "" if none; syntax already checked
     tracestate: str = ""
     linked_traceparent: str = ""  # the prefill span's context, from the stamp
-    peer_host: str = ""  # screened, for spans
-    peer_port: int = 0
-    peer_engine_id: str = ""
+    peer: PeerKey | None = None  # screened; None if no peer is contacted
     peer_request_id: str = ""
     streamed: bool = False
     siblings: HandoffReason = HandoffReason.NONE  # N_GT_1 or PROMPT_LIST if one of several

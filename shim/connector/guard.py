@@ -8,19 +8,19 @@ their own in the dict (`_p_side_truncated`), which a client may not set. Imports
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from shim import stamp as stamps
 from shim.connector.claims import ClaimKey, Claims
-from shim.connector.peers import AllowList, Breakers, PeerKey
+from shim.connector.peers import AllowList, Breakers
 from shim.connector.profiles import Mode, Profile, Side, Variant
 from shim.connector.profiles.addresses import addresses, embedded
 from shim.connector.profiles.keys import Check, Kind, blocks_problem, compile_check, plain
 from shim.connector.profiles.layout import SLACK, Group, GroupKind, counts_problem
 from shim.telemetry.catalog import StampResult
-from shim.verdict import Ask, Reason
+from shim.verdict import Ask, PeerKey, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,10 +49,8 @@ class Screened(msgspec.Struct, frozen=True):
         stamp: what checking the stamp gave; `None` where none was to be checked.
         issued_at: when prefill issued the hand-off (Unix time, from the stamp; 0.0 = not known).
         linked_traceparent: prefill's span, from the stamp.
-        peer_host: screened, for spans; empty if no peer is contacted.
-        peer_port: likewise.
-        peer_engine_id: likewise.
-        peer_request_id: likewise.
+        peer: the peer that is contacted, by which its breaker is known; `None` = nobody.
+        peer_request_id: the request's id there.
     """
 
     params: dict[str, Any] | None
@@ -63,15 +61,8 @@ class Screened(msgspec.Struct, frozen=True):
     stamp: StampResult | None = None
     issued_at: float = 0.0
     linked_traceparent: str = ""
-    peer_host: str = ""
-    peer_port: int = 0
-    peer_engine_id: str = ""
+    peer: PeerKey | None = None
     peer_request_id: str = ""
-
-    @property
-    def peer(self) -> PeerKey | None:
-        """The breaker's key for this request's peer, for what the worker reports about it."""
-        return PeerKey(self.peer_host, self.peer_port, self.peer_engine_id) if self.peer_host else None
 
 
 class _Refused(Exception):  # noqa: N818  # no error: how a rule ends the screening
@@ -83,22 +74,6 @@ class _Refused(Exception):  # noqa: N818  # no error: how a rule ends the screen
         self.ask = ask if ask is Ask.HANDOFF else Ask.NOTHING
 
 
-class _Contact(NamedTuple):
-    host: str
-    port: int
-    engine_id: str
-    request_id: str
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "peer_host": self.host,
-            "peer_port": self.port,
-            "peer_engine_id": self.engine_id,
-            "peer_request_id": self.request_id,
-        }
-
-
-_NOBODY: Final = _Contact("", 0, "", "").facts()
 _FAILING: Final = "the peer failed several times in a row"
 
 
@@ -159,19 +134,21 @@ class Guard:
         self._skew = settings.clock_skew
         self._stamp_key = stamps.stamp_key() if stamp_key is None else stamp_key
         self._backoff = backoff
+        self._stamped_backoff = max(backoff, profile.back_off)
         if groups is None and group_count == 1 and block_size:
             groups = (Group(GroupKind.FULL, block_size),)
         self._groups = groups
         self._group_count = group_count if groups is None else len(groups)
         variants = _variants(extra_config or {}, host_buffer=host_buffer)
         self._bidirectional = Variant.BIDIRECTIONAL in variants
-        self._roles = {
-            Side.ANY: True,
-            Side.CONSUMER: is_consumer or not is_producer,
-            Side.PRODUCER: is_producer or not is_consumer,
-        }
         self._role = "kv_producer" if is_producer else "kv_consumer"
         self._modes = tuple(m for m in profile.modes if m.variant in variants)
+        refused = {
+            Side.CONSUMER: is_producer and not is_consumer,
+            Side.PRODUCER: is_consumer and not is_producer,
+        }
+        every = (*profile.modes, *([profile.readback] if profile.readback else []))
+        self._not_here = frozenset(m.trigger for m in every if refused.get(m.side))
         self._rules: dict[str, Check | None] = {
             name: compile_check(key, max_tp=settings.peer_max_tp, max_pp=settings.peer_max_pp)
             for name, key in profile.keys.items()
@@ -254,7 +231,7 @@ class Guard:
             return params
         return {name: value for name, value in params.items() if name not in fatal}
 
-    def _screen(  # noqa: C901, PLR0912  # the rules, in the order in which they bind
+    def _screen(
         self,
         request_id: str,
         params: dict[str, Any],
@@ -263,77 +240,96 @@ class Guard:
         sibling: bool,
         prompt: stamps.Prompt | None,
     ) -> Screened:
+        """The rules, in the order in which they bind."""
         if len(params) > MAX_KEYS:
             raise _Refused(Reason.PARAMS_INVALID, f"wanted at most {MAX_KEYS} keys")
         load, handoff = self._flags(params)
-        raw_stamp = params.get(stamps.KEY)
         clean, notes = self._clean(params, load=load, handoff=handoff)
-        modes = self._asked(clean)
+        modes = [mode for mode in self._modes if clean.get(mode.trigger)]
         if not modes:
             return self._not_remote(clean, params)
-        ask = Ask.LOAD if any(mode.ask is Ask.LOAD for mode in modes) else Ask.HANDOFF
-        limit = prompt_tokens + SLACK
-        misfit = ""
+        misfit, loads = "", False
         for mode in modes:
+            loads = loads or mode.ask is Ask.LOAD
             self._needs(mode, clean, request_id)
             if mode.blocks:
-                misfit = misfit or self._blocks(mode, clean, limit, prompt_tokens)
-        if ask is Ask.HANDOFF and self._bidirectional and self._reads_back(clean):
-            readback = self.profile.readback
+                misfit = misfit or self._blocks(mode, clean, prompt_tokens)
+        if not loads:
+            return self._handoff(modes, clean, notes, request_id, prompt_tokens)
+        stamped = self._stamp(params.get(stamps.KEY), prompt, prompt_tokens)
+        return self._load(modes, clean, notes, request_id, misfit, stamped, sibling=sibling)
+
+    def _load(  # noqa: PLR0911  # one rule a return
+        self,
+        modes: Sequence[Mode],
+        clean: dict[str, Any],
+        notes: str,
+        request_id: str,
+        misfit: str,
+        stamped: tuple[StampResult, stamps.Stamp | None],
+        *,
+        sibling: bool,
+    ) -> Screened:
+        """A load: from a peer that may be asked, of a hand-off that is this request's own and fits."""
+        peer, peer_request_id = self._contacts(modes, clean, request_id)
+        if peer is not None and self.breakers.blocked(peer):
+            raise _Refused(Reason.PEER_UNAVAILABLE, _FAILING)
+        result, stamp = stamped
+        genuine = None if result is StampResult.REJECTED else stamp
+        good = Screened(
+            clean,
+            Reason.NONE,
+            tell=False,
+            detail=_detail(notes) if notes else "",
+            ask=Ask.LOAD,
+            stamp=result,
+            issued_at=genuine.issued if genuine else 0.0,
+            linked_traceparent=genuine.traceparent if genuine else "",
+            peer=peer,
+            peer_request_id=peer_request_id,
+        )
+        if result is StampResult.EXPIRED:
+            return _gone(good, Reason.HANDOFF_EXPIRED, "prefill's lease has run out")
+        if result is StampResult.REJECTED:
+            return _gone(good, Reason.HANDOFF_MISMATCH, "the hand-off's stamp is not genuine")
+        if not self._claimed(modes, clean, request_id, None if stamp is None else stamp.lease):
+            # Another request reads these blocks now; a notification from here would free them.
+            reason = Reason.UNSUPPORTED_MODE if sibling else Reason.HANDOFF_REUSED
+            return _gone(good, reason, "another request has this hand-off")
+        if sibling:
+            return self._told(good, Reason.UNSUPPORTED_MODE, "a further request of one HTTP request")
+        if result is StampResult.MISMATCH:
+            return self._told(good, Reason.HANDOFF_MISMATCH, "the stamp is for another prompt")
+        if misfit:
+            return self._told(good, Reason.HANDOFF_MISMATCH, misfit)
+        if peer is not None and not self.breakers.allowed(peer):
+            raise _Refused(Reason.PEER_UNAVAILABLE, _FAILING)
+        return good
+
+    def _handoff(
+        self, modes: Sequence[Mode], clean: dict[str, Any], notes: str, request_id: str, prompt_tokens: int
+    ) -> Screened:
+        """A prefill that is to keep its KV for a decode server, and may first read some back from one."""
+        readback = self.profile.readback
+        if readback is not None and self._bidirectional and clean.get(readback.trigger):
             try:
-                self._check_readback(readback, clean, request_id, limit, prompt_tokens)
+                self._check_readback(readback, clean, request_id, prompt_tokens)
             except _Refused as refused:
                 # Prefill can do its work without; only what it would have read back is lost.
                 clean = {name: value for name, value in clean.items() if name not in self._readback}
                 notes = f"read-back left out: {refused.detail}"
-        contact = self._contacts(modes, clean, request_id)
-        facts = dict(_NOBODY) if contact is None else contact.facts()
-        if ask is Ask.HANDOFF:
-            if not self._claimed(modes, clean, request_id, None):
-                raise _Refused(Reason.HANDOFF_REUSED, "another request is kept under this id", ask=ask)
-            return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=ask, **facts)
-        key = None if contact is None else PeerKey(contact.host, contact.port, contact.engine_id)
-        if key is not None and self.breakers.blocked(key):
-            raise _Refused(Reason.PEER_UNAVAILABLE, _FAILING)
-        stamp = stamps.decode(raw_stamp) if raw_stamp is not None else None
-        result = self._stamp(raw_stamp, stamp, prompt, prompt_tokens)
-        if stamp is not None and result is not StampResult.REJECTED:
-            facts |= {"issued_at": stamp.issued, "linked_traceparent": stamp.traceparent}
-        facts["stamp"] = result
-        unusable = self._unusable(result, stamp, modes, clean, request_id, facts, sibling=sibling)
-        if unusable is not None:
-            return unusable
-        if misfit:
-            return self._told(Reason.HANDOFF_MISMATCH, misfit, clean, facts)
-        if key is not None and not self.breakers.allowed(key):
-            raise _Refused(Reason.PEER_UNAVAILABLE, _FAILING)
-        return Screened(clean, Reason.NONE, tell=False, detail=_detail(notes), ask=ask, **facts)
-
-    def _unusable(
-        self,
-        result: StampResult,
-        stamp: stamps.Stamp | None,
-        modes: Sequence[Mode],
-        clean: dict[str, Any],
-        request_id: str,
-        facts: dict[str, Any],
-        *,
-        sibling: bool,
-    ) -> Screened | None:
-        """Why this hand-off, well-formed and from a good peer, is not this request's to load."""
-        if result is StampResult.EXPIRED:
-            return _gone(Reason.HANDOFF_EXPIRED, "prefill's lease has run out", facts)
-        if result is StampResult.REJECTED:
-            return _gone(Reason.HANDOFF_MISMATCH, "the hand-off's stamp is not genuine", facts)
-        if not self._claimed(modes, clean, request_id, None if stamp is None else stamp.lease):
-            # Another request reads these blocks now; a notification from here would free them.
-            reason = Reason.UNSUPPORTED_MODE if sibling else Reason.HANDOFF_REUSED
-            return _gone(reason, "another request has this hand-off", facts)
-        if sibling:
-            return self._told(Reason.UNSUPPORTED_MODE, "a further request of one HTTP request", clean, facts)
-        if result is StampResult.MISMATCH:
-            return self._told(Reason.HANDOFF_MISMATCH, "the stamp is for another prompt", clean, facts)
-        return None
+        peer, peer_request_id = self._contacts(modes, clean, request_id)
+        if not self._claimed(modes, clean, request_id, None):
+            raise _Refused(Reason.HANDOFF_REUSED, "another request is kept under this id", ask=Ask.HANDOFF)
+        return Screened(
+            clean,
+            Reason.NONE,
+            tell=False,
+            detail=_detail(notes),
+            ask=Ask.HANDOFF,
+            peer=peer,
+            peer_request_id=peer_request_id,
+        )
 
     def _flags(self, params: dict[str, Any]) -> tuple[bool, bool]:
         """Load and hand-off as the flags have it. A string is no flag: "false" is true to a connector."""
@@ -393,9 +389,6 @@ class Guard:
             del clean[name]
         return clean, notes
 
-    def _asked(self, clean: dict[str, Any]) -> list[Mode]:
-        return [mode for mode in self._modes if clean.get(mode.trigger)]
-
     def _not_remote(self, clean: dict[str, Any], params: dict[str, Any]) -> Screened:
         flags = self.profile.flags
         if flags and not any(name in params for name in flags):
@@ -407,7 +400,7 @@ class Guard:
         return Screened(clean, Reason.PARAMS_NOT_REMOTE, tell=False, detail="", ask=Ask.NOTHING)
 
     def _needs(self, mode: Mode, clean: dict[str, Any], request_id: str) -> None:
-        if not self._roles[mode.side]:
+        if mode.trigger in self._not_here:
             raise _Refused(
                 Reason.PARAMS_INVALID, f"{mode.trigger}: this server is a {self._role}", ask=mode.ask
             )
@@ -426,12 +419,12 @@ class Guard:
         except ValueError as error:
             raise _Refused(Reason.PARAMS_INVALID, str(error), ask=ask) from None
 
-    def _blocks(self, mode: Mode, clean: dict[str, Any], limit: int, prompt_tokens: int) -> str:
+    def _blocks(self, mode: Mode, clean: dict[str, Any], prompt_tokens: int) -> str:
         """Refuse malformed block ids; say why well-formed ones don't fit the prompt."""
         blocks = clean.get(mode.blocks)
         if blocks is None and mode.blocks not in mode.required:
             return ""
-        problem, too_long = blocks_problem(blocks, groups=self._group_count, limit=limit)
+        problem, too_long = blocks_problem(blocks, groups=self._group_count, limit=prompt_tokens + SLACK)
         if too_long:
             return problem
         if problem:
@@ -444,21 +437,13 @@ class Guard:
             remote_tokens=clean.get(mode.tokens) if mode.tokens else None,
         )
 
-    def _reads_back(self, clean: dict[str, Any]) -> bool:
-        readback = self.profile.readback
-        return readback is not None and bool(clean.get(readback.trigger))
-
-    def _check_readback(
-        self, mode: Mode | None, clean: dict[str, Any], request_id: str, limit: int, prompt_tokens: int
-    ) -> None:
-        if mode is None:
-            return
+    def _check_readback(self, mode: Mode, clean: dict[str, Any], request_id: str, prompt_tokens: int) -> None:
         self._needs(mode, clean, request_id)
         blocks = clean[mode.trigger]
         held = clean.get(mode.tokens) if mode.tokens else None
         if not isinstance(held, int):
             raise _Refused(Reason.PARAMS_INVALID, f"missing {mode.tokens}")
-        problem, _ = blocks_problem(blocks, groups=self._group_count, limit=max(limit, held + SLACK))
+        problem, _ = blocks_problem(blocks, groups=self._group_count, limit=max(prompt_tokens, held) + SLACK)
         # A decode server's blocks cover a prefix of this longer prompt: it is that prefix they must fit.
         # nixl/pull_scheduler.py takes min(remote_num_tokens, prompt) as what they hold.
         problem = problem or counts_problem(
@@ -474,9 +459,14 @@ class Guard:
         if not self._claimed([mode], clean, request_id, None):
             raise _Refused(Reason.HANDOFF_REUSED, "another request has these blocks")
 
-    def _contacts(self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str) -> _Contact | None:
-        """The first peer that these params make the engine contact; all of them must be allowed."""
-        first = None
+    def _contacts(
+        self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str
+    ) -> tuple[PeerKey | None, str]:
+        """The first peer that these params make the engine contact, and the request's id there.
+
+        All of them must be allowed.
+        """
+        first, theirs = None, ""
         for mode in modes:
             for peer in mode.peers:
                 for host, port in addresses(peer, clean, request_id, mode.ask):
@@ -485,9 +475,9 @@ class Guard:
                         raise _Refused(Reason.PEER_DENIED, f"{key}: not a peer of this server", ask=mode.ask)
                     if first is None:
                         engine_id = clean.get(peer.engine_id) if peer.engine_id else ""
-                        theirs = clean.get(mode.request_id) if mode.request_id else ""
-                        first = _Contact(host, port, engine_id or "", theirs or "")
-        return first
+                        first = PeerKey(host, port, engine_id or "")
+                        theirs = (clean.get(mode.request_id) if mode.request_id else "") or ""
+        return first, theirs
 
     def _claimed(
         self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str, lease: float | None
@@ -503,29 +493,32 @@ class Guard:
         return all(self.claims.claim(key, request_id, lease) for key in keys)
 
     def _stamp(
-        self, raw: object, stamp: stamps.Stamp | None, prompt: stamps.Prompt | None, prompt_tokens: int
-    ) -> StampResult:
+        self, raw: object, prompt: stamps.Prompt | None, prompt_tokens: int
+    ) -> tuple[StampResult, stamps.Stamp | None]:
         if raw is None:
-            return StampResult.ABSENT
+            return StampResult.ABSENT, None
+        stamp = stamps.decode(raw)
         if stamp is None:
-            return StampResult.REJECTED
-        return stamps.check(
+            return StampResult.REJECTED, None
+        result = stamps.check(
             stamp,
             prompt,
             prompt_tokens=prompt_tokens,
             now=self._wall_clock(),
             clock_skew=self._skew,
             key=self._stamp_key,
-            backoff=max(self._backoff, self.profile.back_off),
+            backoff=self._stamped_backoff,
         )
+        return result, stamp
 
-    def _told(self, reason: Reason, detail: str, clean: dict[str, Any], facts: dict[str, Any]) -> Screened:
-        params = dict(clean)
+    def _told(self, good: Screened, reason: Reason, detail: str) -> Screened:
+        """Not this request's to load, but prefill may be told that it can free the blocks."""
+        params = dict(good.params or {})
         for name in self._block_keys:
             if params.get(name):
                 # Enough for the inner to tell prefill, and nothing that it could read.
                 params[name] = [[] for _ in range(self._group_count or 1)]
-        return Screened(params, reason, tell=True, detail=_detail(detail), ask=Ask.LOAD, **facts)
+        return msgspec.structs.replace(good, params=params, reason=reason, tell=True, detail=_detail(detail))
 
 
 _UNKNOWN: Final = plain
@@ -538,9 +531,9 @@ def _refused(refused: _Refused) -> Screened:
     return Screened(None, refused.reason, tell=False, detail=_detail(refused.detail), ask=refused.ask)
 
 
-def _gone(reason: Reason, detail: str, facts: dict[str, Any]) -> Screened:
+def _gone(good: Screened, reason: Reason, detail: str) -> Screened:
     """Taken away for good: prefill may not even be told, a notification is contact."""
-    return Screened(None, reason, tell=False, detail=_detail(detail), ask=Ask.NOTHING, **facts)
+    return msgspec.structs.replace(good, params=None, reason=reason, detail=_detail(detail), ask=Ask.NOTHING)
 
 
 def _observed(params: dict[str, Any]) -> Screened:

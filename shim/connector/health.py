@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shim.connector.peers import PeerKey
 from shim.telemetry import catalog
 from shim.telemetry.catalog import key
 from shim.verdict import LoadResult, Observer
@@ -12,7 +11,7 @@ from shim.verdict import LoadResult, Observer
 if TYPE_CHECKING:
     from shim.connector.peers import Breakers
     from shim.telemetry.tally import Tally
-    from shim.verdict import Load
+    from shim.verdict import Load, PeerKey
 
 _FAILED = frozenset({LoadResult.FAILED, LoadResult.PARTIAL})
 _COUNTED = frozenset(labels[0] for labels in catalog.PEER_TRANSITIONS.series)
@@ -31,10 +30,9 @@ class PeerHealth(Observer):
 
     def load_ended(self, load: Load) -> None:
         """A wait for remote KV ended."""
-        facts = load.facts
-        if not facts.peer_host:
+        peer = load.facts.peer
+        if peer is None:
             return
-        peer = PeerKey(facts.peer_host, facts.peer_port, facts.peer_engine_id)
         if load.result in _FAILED:
             self._breakers.failed(peer)
         elif load.result is LoadResult.LOADED:

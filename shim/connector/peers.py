@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from shim.config import SettingsError
 from shim.telemetry.catalog import PeerState
+from shim.verdict import PeerKey
 
 MAX_PORT = 65_535
 MAX_URL = 512
@@ -198,14 +199,6 @@ def _ports(text: str, ports: str) -> Ports:
 def _bad(entry: str, found: str, advice: str) -> SettingsError:
     msg = f"allow_peers: found {entry!r} ({found}), wanted host[:ports] or cidr[:ports]; {advice}"
     return SettingsError(msg)
-
-
-class PeerKey(NamedTuple):
-    """What a breaker stands for. A peer that restarts gets a new engine id, and so a new breaker."""
-
-    host: str
-    port: int
-    engine_id: str
 
 
 THRESHOLD: Final = 3

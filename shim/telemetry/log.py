@@ -113,4 +113,4 @@ def _request(facts: Facts, request_id: str) -> str:
 
 
 def _peer(facts: Facts) -> str:
-    return f"{printable(facts.peer_host)}:{facts.peer_port}" if facts.peer_host else ""
+    return f"{printable(facts.peer.host)}:{facts.peer.port}" if facts.peer else ""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shim.telemetry.tally import Tally
-    from shim.verdict import Handoff, Load, Reason, TokenKind, Verdict
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
@@ -32,49 +31,23 @@ class Sinks(Observer):
     def __init__(self, tally: Tally, others: Sequence[Observer]) -> None:
         self._tally = tally
         # Decided once: most sinks are deaf to most events.
-        self._hearing: dict[str, tuple[Callable[..., None], ...]] = {
-            event: tuple(
+        for event in EVENTS:
+            hearing = tuple(
                 getattr(sink, event)
                 for sink in (tally, *others)
                 if getattr(type(sink), event) is not getattr(Observer, event)
             )
-            for event in EVENTS
-        }
+            setattr(self, event, self._teller(hearing))
 
-    def verdict(self, verdict: Verdict) -> None:
-        """One request got its verdict."""
-        self._tell("verdict", verdict)
+    def _teller(self, hearing: Sequence[Callable[..., None]]) -> Callable[..., None]:
+        def tell(*facts: object) -> None:
+            for hear in hearing:
+                try:
+                    hear(*facts)
+                except Exception:  # noqa: BLE001  # see the module's docstring
+                    self._lost()
 
-    def tokens(self, kind: TokenKind, reason: Reason, count: int) -> None:
-        """Prompt tokens were computed here."""
-        self._tell("tokens", kind, reason, count)
-
-    def load_started(self, started_at: float) -> None:
-        """A request began to wait for remote KV."""
-        self._tell("load_started", started_at)
-
-    def load_ended(self, load: Load) -> None:
-        """A wait for remote KV ended."""
-        self._tell("load_ended", load)
-
-    def handoff(self, handoff: Handoff) -> None:
-        """A prefill request finished."""
-        self._tell("handoff", handoff)
-
-    def handoff_closed(self, handoff: Handoff) -> None:
-        """An issued hand-off ended."""
-        self._tell("handoff_closed", handoff)
-
-    def oldest(self, load_started_at: float, handoff_issued_at: float) -> None:
-        """The oldest load or hand-off in flight changed."""
-        self._tell("oldest", load_started_at, handoff_issued_at)
-
-    def _tell(self, event: str, *facts: object) -> None:
-        for hear in self._hearing[event]:
-            try:
-                hear(*facts)
-            except Exception:  # noqa: BLE001  # see the module's docstring
-                self._lost()
+        return tell
 
     def _lost(self) -> None:
         try:

@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from shim.telemetry.provider import Tracers
 from shim.telemetry.text import printable
-from shim.verdict import HandoffEnd, HandoffResult, LoadResult, Observer, Outcome, Reason
+from shim.verdict import HandoffEnd, HandoffResult, LoadResult, Observer, Outcome, PeerKey, Reason
 
 if TYPE_CHECKING:
     from shim.verdict import Facts, Handoff, Load, Verdict
@@ -75,6 +75,7 @@ ATTRIBUTES: Final = (
 )
 """Every attribute that a span may have; one whose value is not known is left out."""
 
+_NOBODY = PeerKey("", 0, "")
 _LOST = frozenset({LoadResult.FAILED, LoadResult.PARTIAL})
 _LOCAL = frozenset({Outcome.LOCAL_PREFILL, Outcome.PARTIAL})
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -205,11 +206,12 @@ class SpanObserver(Observer):
             SOURCE: facts.source.value,
             ENDPOINT: facts.endpoint.value,
         }
+        peer = facts.peer or _NOBODY
         known: Attributes = {
             INPUT_TOKENS: prompt_tokens,
-            SERVER_ADDRESS: printable(facts.peer_host),
-            SERVER_PORT: facts.peer_port,
-            REMOTE_ENGINE_ID: printable(facts.peer_engine_id),
+            SERVER_ADDRESS: printable(peer.host),
+            SERVER_PORT: peer.port,
+            REMOTE_ENGINE_ID: printable(peer.engine_id),
             REMOTE_REQUEST_ID: printable(facts.peer_request_id),
         }
         return attributes | {name: value for name, value in known.items() if value}

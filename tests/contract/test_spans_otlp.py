@@ -54,7 +54,7 @@ def prefill():
 def decode():
     facts = Facts(ask=Ask.LOAD, source=Source.BODY, endpoint=Endpoint.CHAT, external_id="chatcmpl-7",
                   traceparent=PARENT, tracestate="vendor=1", linked_traceparent="00-{TRACE}-{PREFILL}-01",
-                  peer_host="10.0.0.7", peer_port=5600, peer_engine_id="engine-p",
+                  peer=PeerKey("10.0.0.7", 5600, "engine-p"),
                   peer_request_id="chatcmpl-7-aa")
     observer = SpanObserver("NixlConnector", "kv_consumer", "llama")
     observer.load_ended(Load("chatcmpl-7-bb", facts, LoadResult.FAILED, 99, 0, T + 0.5, T + 0.75, 100))

@@ -24,8 +24,10 @@ for how in ("", "os.setsid();"):
 time.sleep(600)
 """
 
+# SIGINT by its usual handler: a shell's background job, which a CI may be, inherits it ignored.
 STARTER = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, start_new_session=True)
 time.sleep(600)
 """

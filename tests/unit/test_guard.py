@@ -559,7 +559,7 @@ def test_moriio_peers_may_stand_in_the_request_id(mode):
         guard = build("MoRIIOConnector", producer=False, extra_config=mode, **settings)
         return screen(guard, moriio(**no_address), owner=owner)
 
-    assert ask(ROUTED).peer_host == "10.0.0.9"
+    assert ask(ROUTED).peer.host == "10.0.0.9"
     assert refused(ask(ROUTED, allow_peers=("10.0.0.1",)), Reason.PEER_DENIED)
     assert refused(ask(ROUTED.replace("10.0.0.9", "169.254.169.254")), Reason.PEER_DENIED)
     assert refused(ask(ROUTED.replace("handshake", "x")))
@@ -663,7 +663,7 @@ def test_offloading_names_peers_in_records(record):
     guard = build("OffloadingConnector")
 
     for owner in ("r1", "r2"):
-        assert screen(guard, {record: SOURCE}, owner=owner).peer_host == "10.0.0.2"
+        assert screen(guard, {record: SOURCE}, owner=owner).peer.host == "10.0.0.2"
     for change in (
         {"remote_host": "0.0.0.0"},
         {"remote_port": "5"},

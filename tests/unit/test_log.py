@@ -20,6 +20,7 @@ from shim.verdict import (
     HandoffReason,
     HandoffResult,
     Outcome,
+    PeerKey,
     Reason,
     ReasonClass,
     Source,
@@ -29,7 +30,7 @@ from shim.verdict import (
 
 FAULTS = reasons_of(ReasonClass.OPERATOR, ReasonClass.CLIENT)
 FACTS = Facts(
-    source=Source.BODY, endpoint=Endpoint.CHAT, external_id="chatcmpl-7", peer_host="10.0.0.7", peer_port=5600
+    source=Source.BODY, endpoint=Endpoint.CHAT, external_id="chatcmpl-7", peer=PeerKey("10.0.0.7", 5600, "")
 )
 VERDICT = Verdict(
     "chatcmpl-7-1f2e", Outcome.LOCAL_PREFILL, Reason.PARAMS_MISSING, FACTS, 100, 0, 0, 100, 1.0, 1.0, 2.0, 3.0
@@ -154,7 +155,7 @@ def test_the_logger_is_one_that_vllm_configures() -> None:
 
 def test_hostile_strings_in_lines(lines: Lines) -> None:
     """Every line is one line of printable ASCII, short whatever was sent."""
-    facts = replace(FACTS, external_id=EVIL, peer_host=EVIL, peer_engine_id=EVIL, detail=EVIL)
+    facts = replace(FACTS, external_id=EVIL, peer=PeerKey(EVIL, 1, EVIL), detail=EVIL)
     lines.observer.verdict(replace(VERDICT, facts=facts, reason=Reason.PARAMS_INVALID))
     lines.observer.verdict(replace(VERDICT, facts=replace(facts, external_id=""), request_id=EVIL))
     lines.observer.handoff(Handoff(EVIL, facts, HandoffResult.ISSUED, HandoffReason.NONE, 100, 1.0))

@@ -13,11 +13,11 @@ from shim.connector.peers import (
     THRESHOLD,
     AllowList,
     Breakers,
-    PeerKey,
     parse_host,
     parse_url,
 )
 from shim.telemetry.catalog import PeerState
+from shim.verdict import PeerKey
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from shim.verdict import (
     Load,
     LoadResult,
     Outcome,
+    PeerKey,
     Reason,
     Source,
     Verdict,
@@ -41,9 +42,7 @@ FACTS = Facts(
     traceparent=f"00-{TRACE}-{PARENT}-01",
     tracestate="vendor=a:1,t@sys=b",
     linked_traceparent=f"00-{TRACE}-{PREFILL}-01",
-    peer_host="10.0.0.7",
-    peer_port=5600,
-    peer_engine_id="engine-p",
+    peer=PeerKey("10.0.0.7", 5600, "engine-p"),
     peer_request_id="cmpl-p-1",
 )
 VERDICT = Verdict(
@@ -63,7 +62,7 @@ VERDICT = Verdict(
 LOAD = Load("chatcmpl-7-1f2e", FACTS, LoadResult.LOADED, 99, 99, 1_700_000_000.0, 1_700_000_000.5, 100)
 HANDOFF = Handoff(
     "cmpl-p-1",
-    replace(FACTS, ask=Ask.HANDOFF, peer_host="", peer_port=0, peer_engine_id="", peer_request_id=""),
+    replace(FACTS, ask=Ask.HANDOFF, peer=None, peer_request_id=""),
     HandoffResult.ISSUED,
     HandoffReason.NONE,
     prompt_tokens=100,
@@ -278,9 +277,7 @@ def _span_context(context):
 def test_hostile_strings_are_printable_and_short(bench: Bench) -> None:
     """No string of the client's reaches a collector as it came."""
     evil = "\r\n\x1b[2J\u202e\ud800" + "x" * 1_000_000
-    facts = replace(
-        FACTS, external_id=evil, peer_host=evil, peer_engine_id=evil, peer_request_id=evil, peer_port=1
-    )
+    facts = replace(FACTS, external_id=evil, peer=PeerKey(evil, 1, evil), peer_request_id=evil)
     bench.observer.load_ended(replace(LOAD, facts=facts, request_id=evil))
     bench.observer.handoff_closed(replace(HANDOFF, facts=replace(facts, external_id=""), request_id=evil))
     for span in bench.spans():

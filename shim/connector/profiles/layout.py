@@ -104,15 +104,15 @@ def counts_problem(
 
 
 def _group_problem(count: int, group: Group, needed: int, remote_tokens: int | None, *, hybrid: bool) -> str:
-    size = group.block_size
-    wanted = _cdiv(needed, size)
-    held = None if remote_tokens is None else _cdiv(remote_tokens, size)
-    if group.kind is GroupKind.WINDOW:
+    size, kind = group.block_size, group.kind
+    wanted = -(-needed // size)
+    held = None if remote_tokens is None else -(-remote_tokens // size)
+    if kind is GroupKind.WINDOW:
         wanted = min(wanted, group.window_blocks)
         held = None if held is None else min(held, group.window_blocks)
-    if group.kind in {GroupKind.STATE, GroupKind.OTHER}:
+    elif kind is not GroupKind.FULL:
         return "" if count else "prefill holds no state"
-    if count == wanted and held in {None, count}:
+    if count == wanted and (held is None or held == count):
         return ""
     if hybrid and count:
         # Hybrid models size their blocks by their state, so peers of another parallel size have others.
@@ -121,7 +121,7 @@ def _group_problem(count: int, group: Group, needed: int, remote_tokens: int | N
             low, high = _sizes(remote_tokens, count)
             size_low, size_high = max(size_low, low), min(size_high, high)
         return "" if size_low <= size_high else _misfit(count, wanted)
-    if count < wanted or group.kind is GroupKind.WINDOW:
+    if count < wanted or kind is GroupKind.WINDOW:
         return _misfit(count, wanted) if count < wanted or held == count else ""
     # More blocks than here: smaller ones, whose size divides ours (TransferTopology.block_size_ratio)?
     tokens = needed if remote_tokens is None else remote_tokens
