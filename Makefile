@@ -6,7 +6,7 @@ PYTHON ?= python3
 OLD := $(SHIM_ENVS)/vllm-0.28.0
 NEW := $(SHIM_ENVS)/vllm-0.32.0
 
-.PHONY: help demo test debian env envs lint format unit contract e2e soak clean distclean
+.PHONY: help demo test debian env envs lint format unit contract e2e soak fuzz bench clean distclean
 .NOTPARALLEL:
 
 help:
@@ -14,6 +14,8 @@ help:
 	@echo "make test       lint, types, and all tests on vLLM 0.28.0 and 0.32.0"
 	@echo "make envs       both environments; make env for the demo's alone"
 	@echo "make soak       chaos on live servers, and a real Prometheus and Alertmanager watching them (0.32.0)"
+	@echo "make fuzz       100,000 scripts of params by hypothesis, as many inputs by atheris (an hour)"
+	@echo "make bench      BENCHMARKS.md anew; wants an idle machine"
 	@echo "make lint       ruff and mypy;  make format  ruff's formatter"
 	@echo "make unit contract e2e   one layer of the tests, on 0.32.0"
 	@echo "make clean      caches, logs and models;  make distclean  the environments as well"
@@ -48,6 +50,15 @@ format: $(NEW)/.built
 soak: $(OLD)/.built $(NEW)/.built debian
 	PYTHONPATH=$(CURDIR) $(OLD)/bin/python -m pytest tests/e2e/test_demo.py
 	PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest tests/e2e/test_defence.py tests/e2e/test_screen.py tests/e2e/test_stopped.py
+
+# Six fuzz tests, of which three take half as many examples as SHIM_FUZZ_EXAMPLES says.
+fuzz: $(NEW)/.built
+	$(NEW)/bin/python -m pip install -q "atheris>=3"
+	SHIM_FUZZ_EXAMPLES=22500 PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest --timeout=7200 tests/contract/test_guard_schedulers.py
+	for target in pull push readback mooncake; do $(NEW)/bin/python tests/fuzz/params.py $$target -runs=25000 || exit 1; done
+
+bench: $(NEW)/.built
+	PYTHONPATH=$(CURDIR) $(NEW)/bin/python tests/bench/hooks.py --write
 
 unit contract e2e: $(NEW)/.built
 	PYTHONPATH=$(CURDIR) $(NEW)/bin/python -m pytest tests/$@

@@ -3,7 +3,7 @@
 `python tests/fuzz/params.py pull -runs=100000`; the targets are `pull`, `push` (NIXL), `readback` (NIXL's
 turn 2) and `mooncake`; `make fuzz` runs all. Atheris follows the shim's branches, hypothesis turns bytes into
 scripts (`fuzz_one_input`), and the checks are those of tests/contract/test_guard_schedulers.py. What ends a
-run is written to a file; name that file to play it again.
+run is written to a file in .cache/fuzz; name that file to play it again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def main() -> None:
     name, *options = sys.argv[1:] or ["pull"]
     if name not in TARGETS:
         sys.exit(f"found {name!r}, wanted one of {', '.join(TARGETS)}")
-    atheris.Setup([sys.argv[0], "-max_len=2048", "-len_control=0", *options], target(name))
+    found = ROOT / ".cache" / "fuzz"
+    found.mkdir(parents=True, exist_ok=True)
+    ours = ["-max_len=2048", "-len_control=0", f"-artifact_prefix={found}/"]
+    atheris.Setup([sys.argv[0], *ours, *options], target(name))
     atheris.Fuzz()
 
 

@@ -40,10 +40,11 @@ def addresses(peer: Peer, clean: dict[str, Any], request_id: str, ask: Ask) -> I
         if where is not None:
             yield where
         return
-    hosts, ports = source.get(peer.host), [source.get(name) for name in peer.ports]
-    for host in hosts if isinstance(hosts, list) else [hosts]:
-        for port in ports:
-            for one in port if isinstance(port, list) else [port]:
+    hosts = source.get(peer.host)
+    for host in hosts if isinstance(hosts, list) else (hosts,):
+        for name in peer.ports:
+            port = source.get(name)
+            for one in port if isinstance(port, list) else (port,):
                 if host is not None and one is not None:
                     yield host, one
 

@@ -95,15 +95,16 @@ def counts_problem(
         return "prefill holds no blocks"
     if groups is None:
         return ""
-    hybrid = any(group.kind is GroupKind.STATE for group in groups)
     for ids, group in zip(blocks, groups, strict=True):
-        problem = _group_problem(len(ids), group, needed, remote_tokens, hybrid=hybrid)
+        problem = _group_problem(len(ids), group, needed, remote_tokens, groups)
         if problem:
             return problem
     return ""
 
 
-def _group_problem(count: int, group: Group, needed: int, remote_tokens: int | None, *, hybrid: bool) -> str:
+def _group_problem(
+    count: int, group: Group, needed: int, remote_tokens: int | None, groups: Sequence[Group]
+) -> str:
     size, kind = group.block_size, group.kind
     wanted = -(-needed // size)
     held = None if remote_tokens is None else -(-remote_tokens // size)
@@ -114,7 +115,7 @@ def _group_problem(count: int, group: Group, needed: int, remote_tokens: int | N
         return "" if count else "prefill holds no state"
     if count == wanted and (held is None or held == count):
         return ""
-    if hybrid and count:
+    if count and any(other.kind is GroupKind.STATE for other in groups):
         # Hybrid models size their blocks by their state, so peers of another parallel size have others.
         size_low, size_high = _sizes(needed, count)
         if remote_tokens is not None:
