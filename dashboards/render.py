@@ -379,7 +379,7 @@ def main() -> None:
     board = json.loads(options.board.read_text(encoding="utf-8"))
     variables = {**check.VARIABLES, "__range": f"{int(options.hours * 3600)}s"}
     variables |= dict(item.split("=", 1) for item in options.variable)
-    end = math.floor(time.time() / 60) * 60 - 60.0
+    end = math.floor(time.time() / 60) * 60 - 60.0 if options.fake else time.time()
 
     def draw(url: str) -> Drawing:
         drawing = Drawing(board, Window(url, end - options.hours * 3600, end, variables), options.rows)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ import pytest
 from alerting import alertmanager, hastened
 from chaos import AT_ONCE, kill
 from scenarios import SCENARIOS, elsewhere
-from servers import REQUESTS
+from servers import LOGS, REQUESTS, ROOT
 from traffic import OUTPUT, Traffic, consumer, producer, silent_peer
 
 from dashboards import check, local
@@ -146,6 +149,23 @@ def test_every_reason_shows(filled) -> None:
         "load_failed",
         "peer_unavailable",
     }
+
+
+@pytest.mark.parametrize("board", ["fleet", "instance"])
+def test_a_dashboard_is_drawn_with_live_data(filled, traffic, board) -> None:
+    """To be looked at, in .cache/e2e; no panels overlap and every title fits."""
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("`make soak` installs matplotlib")
+    picture = LOGS / f"{board}.png"
+    picture.unlink(missing_ok=True)
+    instance = traffic.pair.decode.url.removeprefix("http://")
+    command = [sys.executable, "-m", "dashboards.render", str(picture), "--prometheus", filled]
+    command += ["--board", str(check.GENERATED / f"{board}.json"), "--hours", "0.06", "--rows", "28"]
+    if board == "instance":
+        command += ["--variable", f"instance={instance}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert picture.stat().st_size > 0
 
 
 def test_metrics_and_labels_in_use_are_the_catalogues_or_vllms(filled, traffic) -> None:
