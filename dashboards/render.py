@@ -285,7 +285,7 @@ class Drawing:
         each = min(30.0, h / max(len(found), 1))
         for index, (name, value) in enumerate(found):
             top = y + index * each
-            label = 5.6 * max(len(n) for n, _ in found) + 8
+            label = 7 * max(len(n) for n, _ in found) + 8
             room = w - label - 76
             corner = ((x + label) / WIDTH, 1 - (top + each - 4) / self.height)
             bar = Rectangle(
