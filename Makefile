@@ -14,7 +14,7 @@ help:
 	@echo "make test       lint, types, and all tests on vLLM 0.28.0 and 0.32.0"
 	@echo "make envs       both environments; make env for the demo's alone"
 	@echo "make soak       chaos on live servers, and a real Prometheus and Alertmanager watching them (0.32.0)"
-	@echo "make fuzz       100,000 scripts of params by hypothesis, as many inputs by atheris (an hour)"
+	@echo "make fuzz       100,000 scripts of params by hypothesis, as many inputs by atheris (half an hour)"
 	@echo "make bench      BENCHMARKS.md anew; wants an idle machine"
 	@echo "make lint       ruff and mypy;  make format  ruff's formatter"
 	@echo "make unit contract e2e   one layer of the tests, on 0.32.0"
