@@ -27,7 +27,7 @@ def demo(
     models: Annotated[Path, typer.Option(help="Folder of the model it writes.")] = Path(".models"),
     logs: Annotated[Path, typer.Option(help="Folder for the servers' logs.")] = Path(".cache/demo"),
     rounds: Annotated[int, typer.Option(min=1, help="Requests on each route, in each phase.")] = 4,
-    length: Annotated[int, typer.Option(min=64, max=4000, help="Of a prompt, in tokens.")] = 2000,
+    length: Annotated[int, typer.Option(min=64, max=4000, help="Of a prompt, in tokens.")] = 1500,
 ) -> None:
     """Show lost transfer params on real servers, and the same traffic with the shim."""
     from rich.console import Console  # noqa: PLC0415  # see the module's docstring
