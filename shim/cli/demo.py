@@ -36,6 +36,7 @@ BUG_UNTIL = (0, 29)
 """From here on vLLM itself passes the params on `/inference/v1/generate`."""
 
 _MODEL = "large"
+_AGAIN = 3
 _LOST_PROMPT = 1000  # long enough to be seen, short enough not to be waited for
 
 
@@ -132,7 +133,9 @@ def _measure(plan: Plan, router: Router, narrator: Narrator, title: str, *, sett
     # The first pull of all sets the connection up, which is no route's own cost.
     router.send(Endpoint.COMPLETIONS, Prompt.random(64, source), max_tokens=1)
     phase = Phase(title, interleave(router, ROUTES, plan.rounds, plan.length, source, tell))
-    if settle and phase.slowest() > RATIO_LIMIT:
+    for _ in range(_AGAIN if settle else 0):
+        if phase.slowest() <= RATIO_LIMIT:
+            break
         # A few samples on a busy machine prove little: as many again, and all of them count.
         again = narrator.prefixed(f"{title}, again: ")
         more = interleave(router, ROUTES, plan.rounds, plan.length, source, again)

@@ -102,6 +102,8 @@ class Admission:
         if attached.timed_out:
             return Reason.LOAD_TIMEOUT
         if attached.sibling and screened.reason in ABSENT:
+            if attached.siblings is not HandoffReason.NONE:
+                return Reason.HANDOFF_REUSED  # as if all had come with the params that one of them took
             # Beam steps come without params, and there are many: one fault an HTTP request.
             return Reason.UNSUPPORTED_MODE if attached.sibling == 1 else Reason.NOT_DISAGGREGATED
         return fault_reason(

@@ -391,7 +391,7 @@ class Guard:
 
     def _not_remote(self, clean: dict[str, Any], params: dict[str, Any]) -> Screened:
         flags = self.profile.flags
-        if flags and not any(name in params for name in flags):
+        if flags and all(params.get(name) is None for name in flags):
             there = [name for name in self.profile.handoff_keys if clean.get(name) is not None]
             if there:
                 wanted = dict.fromkeys(n for mode in self._modes[:1] for n in (mode.trigger, *mode.required))

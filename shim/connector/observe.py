@@ -150,8 +150,8 @@ class Observe:
             return HandoffReason.NONE
         reasons = (
             (facts.reason in ABSENT, HandoffReason.PARAMS_MISSING),
-            (facts.reason is not Reason.NONE, HandoffReason.OTHER),
             (facts.siblings is not HandoffReason.NONE, facts.siblings),
+            (facts.reason is not Reason.NONE, HandoffReason.OTHER),
             (request.num_prompt_tokens < self.ledger.granule, HandoffReason.SHORT_PROMPT),
             (how is Ending.STOPPED, HandoffReason.FINISHED_STOP),
             (facts.streamed, HandoffReason.STREAMED),

@@ -78,6 +78,11 @@ def read_attached(extra_args: object) -> Attached:
         return NOTHING_ATTACHED
 
 
+def is_set(params: object, flag: str) -> bool:
+    """Whether these params have a flag, as the guard takes it: true or 1."""
+    return isinstance(params, dict) and type(value := params.get(flag)) in {bool, int} and value == 1
+
+
 def put_params(request: Any, kv: object, ec: object = None) -> None:
     """Give a vLLM `Request` these transfer params, and nothing of the shim's.
 

@@ -10,9 +10,9 @@ import msgspec
 
 from shim import stamp
 from shim.config import Settings
-from shim.connector.recover import EC_PARAMS, KV_PARAMS, KV_SHIM, Attached, copied
+from shim.connector.recover import EC_PARAMS, KV_PARAMS, KV_SHIM, Attached, copied, is_set
 from shim.entrypoint.counters import count
-from shim.entrypoint.middleware import Reply, Unreadable, current_request
+from shim.entrypoint.middleware import Unreadable, current_request
 from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint, HandoffReason, Source
 
@@ -74,7 +74,7 @@ def _digest(engine_request: Any, params: Any) -> stamp.Prompt | None:
     if not isinstance(params, dict) or getattr(engine_request, "prompt_embeds", None) is not None:
         return None
     tokens = engine_request.prompt_token_ids
-    if params.get("do_remote_decode") is True:
+    if is_set(params, "do_remote_decode"):
         k = len(tokens or ())
     elif (covered := stamp.covered(params.get(stamp.KEY))) is not None:
         k = covered
@@ -100,9 +100,8 @@ def _note(engine_request: Any, params: Any, http: HttpRequest | None) -> None:
         count(EntrypointEvent.REJECTED_BEFORE_ENGINE, endpoint)
     if params is not None and not server.has_connector:
         count(EntrypointEvent.NO_CONNECTOR, endpoint)
-    asked = isinstance(params, dict) and params.get("do_remote_decode") is True
-    if http is not None and asked and not server.silent:
-        http.reply = http.reply or Reply()
+    if http is not None and is_set(params, "do_remote_decode") and not server.silent:
+        http.reply.owes = True
 
 
 def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest | None) -> Attached:

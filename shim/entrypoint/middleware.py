@@ -75,7 +75,7 @@ class HttpRequest:
         self.siblings = 0
         self.refused: Reason | None = None
         self.timed_out = False
-        self.reply: Reply | None = None
+        self.reply = Reply()
         self._headers: list[tuple[bytes, bytes]] = scope.get("headers") or []
         self._chunks: list[bytes] = []
         self._fields: dict[str, msgspec.Raw] | None = None
@@ -139,22 +139,27 @@ class HttpRequest:
 
 
 class Reply:
-    """Looks for the hand-off in a prefill server's response, as its bytes go out."""
+    """Looks for the hand-off in a prefill server's response, as its bytes go out.
 
-    __slots__ = ("_found", "_ok", "_tail")
+    Attributes:
+        owes: the response should have one; known once an engine request is made, which for a stream is after
+            the response's start.
+    """
+
+    __slots__ = ("_found", "_ok", "_tail", "owes")
 
     _HANDOFF = re.compile(rb'"kv_transfer_params"\s*:\s*\{\s*"')
     _OVERLAP = 64
 
     def __init__(self) -> None:
-        self._ok = self._found = False
+        self.owes = self._ok = self._found = False
         self._tail = b""
 
     def lacks_handoff(self, message: Message) -> bool:
         """Take in one ASGI message; true at the end of a good response without a hand-off."""
         if message["type"] == "http.response.start":
             self._ok = message["status"] == HTTPStatus.OK
-        if message["type"] != "http.response.body" or not self._ok or self._found:
+        if message["type"] != "http.response.body" or not (self.owes and self._ok) or self._found:
             return False
         seen = self._tail + message.get("body", b"")
         self._found = self._HANDOFF.search(seen) is not None
@@ -241,7 +246,7 @@ class RequestContext:
             return message
 
         async def watching(message: Message) -> None:
-            if request.reply is not None and request.reply.lacks_handoff(message):
+            if request.reply.lacks_handoff(message):
                 count(EntrypointEvent.RESPONSE_WITHOUT_HANDOFF, request.endpoint)
             await send(message)
 

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from shim.connector.admission import fault_reason
-from shim.connector.recover import KV_PARAMS, copied
+from shim.connector.recover import KV_PARAMS, copied, is_set
 from shim.entrypoint.counters import count
 from shim.entrypoint.handoff import recovered
 from shim.entrypoint.middleware import current_request
@@ -182,7 +182,7 @@ def waits_for_load(http: HttpRequest | None, extra_args: dict[str, Any]) -> bool
     params = extra_args.get(KV_PARAMS)
     if params is None and http is not None and not http.owner:
         params = recovered(http, extra_args).kv
-    return isinstance(params, dict) and params.get("do_remote_prefill") is True
+    return is_set(params, "do_remote_prefill")
 
 
 def prompt_length(prompt: Any) -> int | None:

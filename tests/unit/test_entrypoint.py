@@ -338,6 +338,7 @@ def test_params_are_put_in_both_places() -> None:
 def test_a_reply_without_a_handoff_is_seen(chunks: list[bytes], lacks: bool) -> None:
     """null, `{}` and no field are told from a hand-off, also where the bytes come in pieces."""
     reply = Reply()
+    reply.owes = True
     assert not reply.lacks_handoff({"type": "http.response.start", "status": 200})
     found = [
         reply.lacks_handoff({"type": "http.response.body", "body": c, "more_body": i < len(chunks) - 1})
@@ -349,6 +350,7 @@ def test_a_reply_without_a_handoff_is_seen(chunks: list[bytes], lacks: bool) -> 
 def test_a_refused_reply_owes_no_handoff() -> None:
     """A 400 is vLLM's own answer and no missing hand-off."""
     reply = Reply()
+    reply.owes = True
     reply.lacks_handoff({"type": "http.response.start", "status": 400})
     assert not reply.lacks_handoff({"type": "http.response.body", "body": b"{}"})
 
@@ -359,7 +361,16 @@ def test_only_a_connector_that_returns_params_owes_them(silent: bool, monkeypatc
     monkeypatch.setattr(server, "silent", silent)
     http = HttpRequest({"type": "http", "path": "/v1/completions"})
     _note(EngineRequest("a"), {"do_remote_decode": True}, http)
-    assert (http.reply is None) is silent
+    assert http.reply.owes is not silent
+
+
+def test_a_streams_reply_has_begun_before_its_engine_request() -> None:
+    """Starlette sends the start first; what the reply owes is known only then."""
+    reply = Reply()
+    assert not reply.lacks_handoff({"type": "http.response.start", "status": 200})
+    reply.owes = True
+    assert not reply.lacks_handoff({"type": "http.response.body", "body": b"data: {}", "more_body": True})
+    assert reply.lacks_handoff({"type": "http.response.body", "body": b"data: [DONE]"})
 
 
 @pytest.fixture
