@@ -102,9 +102,10 @@ def test_params_without_a_flag_ask_for_nothing(params):
     assert (screened.reason, screened.ask) == (Reason.PARAMS_NOT_REMOTE, Ask.NOTHING)
 
 
-def test_half_a_hand_off_names_what_is_missing():
+@pytest.mark.parametrize("flag", [{}, {"do_remote_prefill": None}])
+def test_half_a_hand_off_names_what_is_missing(flag):
     """Case 8 (smg#1622): a host and a port alone."""
-    screened = screen(build(), {"remote_host": "h", "remote_port": 5600})
+    screened = screen(build(), {"remote_host": "h", "remote_port": 5600} | flag)
 
     assert refused(screened)
     assert screened.detail == (
