@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from shim.telemetry.catalog import StampResult
 
 
+_TRIED = "a router's mark says that it tried a prefill server"
+
+
 class Admitted(Struct, frozen=True, gc=False):
     """What was decided about a request.
 
@@ -129,7 +132,7 @@ class Admission:
             peer_request_id=screened.peer_request_id,
             streamed=attached.streamed,
             siblings=attached.siblings,
-            detail=screened.detail,
+            detail=screened.detail or (_TRIED if attached.mark == "tried" else ""),
         )
 
 

@@ -23,6 +23,7 @@ ROUTES = (
     Endpoint.RESPONSES,
     Endpoint.MESSAGES,
 )
+ENTRYPOINT = "vllm:kv_shim_entrypoint_total"
 MEGABYTES_10 = 10 * 1024 * 1024
 OUTPUT = 16
 
@@ -143,6 +144,19 @@ def test_a_producer_counts_its_hand_offs_and_no_fault(pair) -> None:
     assert after.total(REQUESTS, outcome="prefill") - before.total(REQUESTS, outcome="prefill") == len(ROUTES)
     assert after.total(REQUESTS) - before.total(REQUESTS) == len(ROUTES)
     assert after.total(HANDOFFS, result="issued") - before.total(HANDOFFS, result="issued") == len(ROUTES)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT], ids=lambda endpoint: endpoint.value)
+def test_a_streamed_prefill_answers_without_its_hand_off_and_is_counted(pair, endpoint) -> None:
+    """Case 9: vLLM's chunks have no field for it, so the router can never know."""
+    before = pair.metrics(pair.prefill)
+    ask = body(endpoint, pair.prompt(), 1) | {"stream": True, KEY: dict(ASK_PREFILL)}
+    reply = pair.router.client.post(f"{pair.prefill.url}{endpoint.value}", json=ask, timeout=60)
+    assert reply.status_code == 200
+    assert "remote_block_ids" not in reply.text
+    after = pair.metrics(pair.prefill)
+    labels = {"event": "response_without_handoff", "endpoint": endpoint.value}
+    assert after.total(ENTRYPOINT, **labels) == before.total(ENTRYPOINT, **labels) + 1
 
 
 def test_nothing_went_wrong_inside_the_shim(pair) -> None:

@@ -76,6 +76,14 @@ def test_beam_steps_are_one_fault_an_http_request(admission: Admission) -> None:
     assert reasons == [Reason.UNSUPPORTED_MODE, Reason.NOT_DISAGGREGATED, Reason.NOT_DISAGGREGATED]
 
 
+def test_a_router_that_tried_is_named(admission: Admission) -> None:
+    """Case 5: the mark is there, the params are not."""
+    request = Request("a", Sampling({KV_SHIM: Attached(mark="tried")}))
+    facts = admission.admit(request).facts
+    assert facts.reason is Reason.PARAMS_MISSING
+    assert "tried" in facts.detail
+
+
 def test_what_a_client_wrote_in_our_place_leaves_the_request_local(admission: Admission) -> None:
     """The metadata is as hostile as the params."""
     request = Request("a", Sampling({KV_SHIM: {"endpoint": "/x", "kv": [1]}}))
