@@ -217,6 +217,7 @@ class Ledger:
             return
         self._close_load(request_id, entry)
         if entry.judged is None and not entry.failed and entry.position >= entry.prompt:
+            self.completing.pop(request_id, None)
             self._judge(request_id, entry)
         # vLLM has the last token of a whole prompt computed once more (_update_waiting_for_remote_kv).
         entry.position = min(entry.position, entry.prompt - 1)

@@ -132,7 +132,7 @@ def decode(raw: object) -> Stamp | None:
         return None
     try:
         stamp = msgspec.convert(raw, Stamp)
-    except (msgspec.ValidationError, RecursionError):
+    except (msgspec.ValidationError, RecursionError, UnicodeEncodeError):
         return None
     return stamp if stamp.version == VERSION else None
 

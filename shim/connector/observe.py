@@ -57,8 +57,8 @@ class Observe:
 
     def admitted(self, request: Any, facts: Facts) -> None:
         """`on_new_request`: once per request; a streaming session's later inputs do not come here."""
-        self._requests[request.request_id] = request, facts
         self.ledger.admitted(request.request_id, request.num_prompt_tokens, facts)
+        self._requests[request.request_id] = request, facts  # last: who is not in here has no account yet
 
     def matched(self, request: Any, local_tokens: int, answer: tuple[int | None, bool]) -> None:
         """`get_num_new_matched_tokens`, with the answer that the scheduler gets."""
@@ -123,8 +123,12 @@ class Observe:
         _, facts = self._requests.pop(request_id)
         pinned, params = answer
         issued = bool(params) or (pinned and self._silent)
-        handoff = self._handoff(request, facts, how, issued=issued)
-        self.ledger.finished(request_id, how, by_load=by_load, handoff=handoff, pinned=pinned)
+        handoff = None
+        try:
+            handoff = self._handoff(request, facts, how, issued=issued)
+        finally:
+            # Whatever happened: an account that stays open would cost every later step.
+            self.ledger.finished(request_id, how, by_load=by_load, handoff=handoff, pinned=pinned)
 
     def _unknown(self, request: Any) -> None:
         """Admit a request whose admission was lost to a fault of the shim; every request gets a verdict."""

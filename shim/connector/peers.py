@@ -23,6 +23,7 @@ MAX_PORT = 65_535
 MAX_URL = 512
 _MAX_HOST = 253
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?", re.ASCII)
+_INTERFACE = re.compile(r"[A-Za-z0-9_.-]{1,15}", re.ASCII)
 _URL_CHARS = re.compile(r"[A-Za-z0-9._~:/\[\]%-]+", re.ASCII)
 _HOST_WANTED = "a host name or a plainly written IP address"
 _URL_WANTED = "an http or https URL of host and port, without user, query or fragment"
@@ -61,6 +62,10 @@ def parse_host(text: str) -> Host | None:
         odd = last.isdigit() or re.fullmatch(r"0x[0-9a-f]*", last)
         return None if odd else Host(None, name)
     mapped = getattr(address, "ipv4_mapped", None)
+    _, scoped, scope = bare.partition("%")
+    # `ipaddress` takes any scope; ZeroMQ reads "source;destination" there and would dial what nobody judged.
+    if scoped and (mapped or not _INTERFACE.fullmatch(scope)):
+        return None
     return Host(mapped or address, "")
 
 

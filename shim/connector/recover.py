@@ -74,7 +74,7 @@ def read_attached(extra_args: object) -> Attached:
         return NOTHING_ATTACHED
     try:
         return msgspec.convert(raw, Attached)
-    except (msgspec.ValidationError, RecursionError):
+    except (msgspec.ValidationError, RecursionError, UnicodeEncodeError):
         return NOTHING_ATTACHED
 
 

@@ -5,6 +5,7 @@ Installed when a config that uses the shim is settled, or by `SHIM_ENTRYPOINT=1`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -87,7 +88,9 @@ def _attaching(add_request_async: Any) -> Any:
         try:
             handoff.attach(request)
         except Exception:
-            # The request goes on as vLLM made it: a fault of ours fails none.
+            # The request goes on as vLLM made it, but for what only we may say: a fault of ours fails none.
+            with contextlib.suppress(Exception):
+                handoff.strip(request)
             counters.count(EntrypointEvent.HOOK_ERROR, Endpoint.OTHER)
             logger.exception("kv_shim: a fault of the shim's at the hand-off was contained; please report it")
         await add_request_async(self, request)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shim.entrypoint.middleware import HttpRequest
 
 ID_LIMIT = 128
+_BEAM = re.compile(r"-beam-\d+\Z")
+"""How vLLM names the steps of a beam search (generate/beam_search/online.py)."""
 _REQUEST_LOCAL = re.compile(r"renderer\d+-mm-\d+-")
 """How vLLM names multimodal items that it does not hash (renderers/base.py, without processor cache and prefix
 caching): by a counter, so that prefill and decode never agree on them."""
@@ -67,6 +69,15 @@ def attach(engine_request: Any) -> None:
     if prompt is not None:
         attached = msgspec.structs.replace(attached, stamp_k=prompt.k, stamp_digest=prompt.digest)
     engine_request.sampling_params = copied(sampling, {**before, KV_SHIM: attached})
+
+
+def strip(engine_request: Any) -> None:
+    """Take away what a client wrote in `kv_shim`'s place, where `attach` did not come to it."""
+    sampling = engine_request.sampling_params
+    before = None if sampling is None else sampling.extra_args
+    if isinstance(before, dict) and KV_SHIM in before and not isinstance(before[KV_SHIM], Attached):
+        rest = {name: value for name, value in before.items() if name != KV_SHIM}
+        engine_request.sampling_params = copied(sampling, rest or None)
 
 
 def _digest(engine_request: Any, params: Any) -> stamp.Prompt | None:
@@ -133,7 +144,7 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
         mark=http.mark,
         timed_out=http.timed_out,
         sibling=http.siblings if http.handed and not first else 0,
-        siblings=_siblings(http, is_child=is_child, first=first),
+        siblings=_siblings(http, external_id, is_child=is_child, first=first),
         traceparent=http.traceparent(),
         tracestate=http.tracestate(),
         external_id=external_id[:ID_LIMIT],
@@ -141,11 +152,11 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
     )
 
 
-def _siblings(http: HttpRequest, *, is_child: bool, first: bool) -> HandoffReason:
+def _siblings(http: HttpRequest, external_id: str, *, is_child: bool, first: bool) -> HandoffReason:
     if is_child:
         return HandoffReason.N_GT_1
-    # Elsewhere a further engine request is a follow-up (beam step, tool call), not another prompt.
-    is_list = not first and http.endpoint is Endpoint.COMPLETIONS
+    # Elsewhere a further engine request is a follow-up (tool call), not another prompt; a beam's steps always are.
+    is_list = not first and http.endpoint is Endpoint.COMPLETIONS and not _BEAM.search(external_id)
     return HandoffReason.PROMPT_LIST if is_list else HandoffReason.NONE
 
 

@@ -187,10 +187,12 @@ def _fields(body: bytes) -> dict[str, msgspec.Raw]:
     # vLLM takes what Python's json takes (NaN, lone surrogates); read it the same way.
     try:
         loaded = json.loads(body)
+        if not isinstance(loaded, dict):
+            return {}
+        # Of the others (a router's marks) only it matters that they are there.
         return {
-            name: msgspec.Raw(json.dumps(loaded[name]).encode())
-            for name in (KV_PARAMS, EC_PARAMS)
-            if isinstance(loaded, dict) and name in loaded
+            name: msgspec.Raw(json.dumps(value).encode() if name in {KV_PARAMS, EC_PARAMS} else b"null")
+            for name, value in loaded.items()
         }
     except (ValueError, RecursionError):
         return {}

@@ -12,7 +12,7 @@ import pytest
 from shim import stamp
 from shim.config import read_settings
 from shim.connector.recover import NOTHING_ATTACHED, Attached, put_params, read_attached
-from shim.entrypoint.handoff import _note, attach, server
+from shim.entrypoint.handoff import _note, attach, server, strip
 from shim.entrypoint.middleware import (
     PARAMS_BYTES_LIMIT,
     HttpRequest,
@@ -409,6 +409,45 @@ def test_router_marks_count_only_if_trusted(settings: Any) -> None:
     assert attached.mark == "local"
     first, second = serve(body(), EngineRequest("a"), EngineRequest("b"), headers=headers)
     assert (first.mark, second.mark) == ("tried", "tried")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'{"keep": 1, "prompt": "x", "y": NaN}',
+        b'\xef\xbb\xbf{"keep": 1, "prompt": "x"}',
+        b'{"keep": 1, "prompt": "x", "stop": "\\ud83d"}',
+    ],
+)
+def test_a_mark_is_seen_in_whatever_json_vllm_takes(sent: bytes, settings: Any) -> None:
+    """Python's json takes NaN, lone surrogates and a byte order mark."""
+    settings(trusted_router_marks=["keep=local"])
+    [attached] = serve(sent, EngineRequest("a"))
+    assert attached.mark == "local"
+
+
+def test_a_forged_kv_shim_goes_also_where_attaching_fails() -> None:
+    """Clients can write it; only ours may reach the engine."""
+    forged = EngineRequest("a", Sampling({"kv_shim": {"mark": "local"}, "keep": 1}))
+    strip(forged)
+    assert forged.sampling_params is not None
+    assert forged.sampling_params.extra_args == {"keep": 1}
+    alone = EngineRequest("a", Sampling({"kv_shim": {}}))
+    strip(alone)
+    assert alone.sampling_params is not None
+    assert alone.sampling_params.extra_args is None
+
+
+def test_a_beams_steps_are_follow_ups_and_no_list_of_prompts() -> None:
+    """Also on completions, where several engine requests of one HTTP request usually are a list."""
+    names = ["x-beam-0", "x-beam-1", "x-1"]
+    requests = [EngineRequest(name, external_req_id=name) for name in names]
+    found = serve(body(kv_transfer_params=HANDOFF), *requests, path="/v1/completions")
+    assert [(one.sibling, one.siblings) for one in found] == [
+        (0, HandoffReason.NONE),
+        (1, HandoffReason.NONE),
+        (2, HandoffReason.PROMPT_LIST),
+    ]
 
 
 def test_prompts_are_digested_where_a_stamp_is_made_or_checked() -> None:

@@ -104,6 +104,18 @@ def test_a_synchronous_load_is_remote_when_its_step_is_done(bench: Bench) -> Non
     assert bench.seen.loads[0].result == LoadResult.LOADED
 
 
+def test_a_load_that_is_reported_beside_its_last_chunk_is_judged_once(bench: Bench) -> None:
+    """No vLLM reports a synchronous load; if one does, the step's end must not judge again."""
+    bench.admit(LOAD, prompt=64)
+    bench.match(48)
+    bench.ledger.allocated("a", 48)
+    bench.build(48, 16, prompt=64)
+    bench.ledger.loaded("a")
+    bench.ledger.step_done()
+    assert bench.verdicts == [("remote", "none")]
+    assert bench.tokens == {("tail", "tail"): 16}
+
+
 def test_a_partial_match_is_a_fault_for_what_is_left(bench: Bench) -> None:
     """More than a granule left to compute makes the request partial, over all its chunks."""
     bench.admit(LOAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from recording import Recording
 
 from shim.connector.observe import Observe
@@ -136,3 +137,30 @@ def test_a_request_that_only_its_end_tells_of_gets_its_verdict() -> None:
     observe = observed(seen)
     observe.finished(request(status="FINISHED_LENGTH_CAPPED"), (False, None))
     assert [(v.outcome, v.reason) for v in seen.verdicts] == [("local_prefill", "shim_error")]
+
+
+def test_a_fault_in_the_hand_offs_reason_leaves_no_account_open() -> None:
+    """It would cost every later step; the fault itself is the caller's to count."""
+    seen = Recording()
+    observe = observed(seen)
+    one = request(status="FINISHED_LENGTH_CAPPED")
+    observe.admitted(one, Facts(ask=Ask.HANDOFF))
+    del one.num_prompt_tokens
+    with pytest.raises(AttributeError):
+        observe.finished(one, (False, None))
+    assert len(observe.ledger) == 0
+    assert len(seen.verdicts) == 1
+
+
+def test_a_request_whose_admission_failed_is_admitted_by_its_next_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request gets a verdict."""
+    seen = Recording()
+    observe = observed(seen)
+    admitted = observe.ledger.admitted
+    monkeypatch.setattr(observe.ledger, "admitted", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        observe.admitted(request(), MISSING)
+    monkeypatch.setattr(observe.ledger, "admitted", admitted)
+    observe.matched(request(), 0, (0, False))
+    observe.finished(request(status="FINISHED_ABORTED"), (False, None))
+    assert [verdict.facts.reason for verdict in seen.verdicts] == [Reason.SHIM_ERROR]

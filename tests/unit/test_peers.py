@@ -50,6 +50,17 @@ def test_plain_hosts_are_read(text):
         "a\n",
         "[::1",
         "1.2.3.",
+        "::ffff:10.0.0.5%1:0;169.254.169.254",
+        "::ffff:10.0.0.5%eth0",
+        "fd00::1%;10.0.0.1",
+        "fd00::1%a:b",
+        "fd00::1%a/b",
+        "fd00::1%a]",
+        "fd00::1%a\r\nb",
+        "fd00::1%a\x1b",
+        "fd00::1%" + "x" * 16,
+        "fd00::1%",
+        "[fd00::1%;x]",
     ],
 )
 def test_other_spellings_of_hosts_are_refused(text):

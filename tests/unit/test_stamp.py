@@ -143,6 +143,11 @@ def test_a_malformed_stamp_is_none(change):
     assert stamp.covered(GOOD | change) is None
 
 
+def test_a_stamp_whose_keys_cannot_be_encoded_is_none():
+    """A lone surrogate, which JSON can spell; msgspec raises another error for it."""
+    assert stamp.decode({"\ud800": 1}) is None
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
