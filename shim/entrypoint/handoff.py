@@ -155,7 +155,7 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
 def _siblings(http: HttpRequest, external_id: str, *, is_child: bool, first: bool) -> HandoffReason:
     if is_child:
         return HandoffReason.N_GT_1
-    # Elsewhere a further engine request is a follow-up (tool call), not another prompt; a beam's steps always are.
+    # Elsewhere a further engine request is a follow-up (tool call), not another prompt; beam steps always are.
     is_list = not first and http.endpoint is Endpoint.COMPLETIONS and not _BEAM.search(external_id)
     return HandoffReason.PROMPT_LIST if is_list else HandoffReason.NONE
 
