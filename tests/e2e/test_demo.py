@@ -20,7 +20,7 @@ def test_the_demo_shows_the_bug_and_explains_the_loss(environment, tmp_path) -> 
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=840,
     )
     wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
     assert all("ratio" in line for line in wrong), done.stdout

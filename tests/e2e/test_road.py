@@ -16,7 +16,7 @@ ROUTES = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 ROUNDS = 8
 LENGTH = 3500
 AIM = 1.05
-BATCHES = 4
+BATCHES = 8
 
 
 @pytest.fixture(scope="module")
