@@ -62,18 +62,14 @@ class Observe:
 
     def matched(self, request: Any, local_tokens: int, answer: tuple[int | None, bool]) -> None:
         """`get_num_new_matched_tokens`, with the answer that the scheduler gets."""
-        request_id = request.request_id
-        if request_id not in self._requests:
-            self._unknown(request)
+        self._known(request)
         external, asynchronous = answer
-        self.ledger.asked(request_id, external, local_tokens, asynchronous)
+        self.ledger.asked(request.request_id, external, local_tokens, asynchronous)
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """`update_state_after_alloc`."""
-        request_id = request.request_id
-        if request_id not in self._requests:
-            self._unknown(request)
-        self.ledger.allocated(request_id, external_tokens)
+        self._known(request)
+        self.ledger.allocated(request.request_id, external_tokens)
 
     def scheduled(self, scheduler_output: Any) -> None:
         """`build_connector_meta`, which comes before `num_computed_tokens` is advanced for the step.
@@ -115,9 +111,8 @@ class Observe:
 
     def finished(self, request: Any, answer: tuple[bool, dict[str, Any] | None]) -> None:
         """`request_finished` or `request_finished_all_groups`, with the inner connector's answer."""
+        self._known(request)
         request_id = request.request_id
-        if request_id not in self._requests:
-            self._unknown(request)
         how = _ENDINGS.get(request.status.name, Ending.ABORTED)
         by_load = how is Ending.ERROR and self._set_back(request_id)
         _, facts = self._requests.pop(request_id)
@@ -130,9 +125,10 @@ class Observe:
             # Whatever happened: an account that stays open would cost every later step.
             self.ledger.finished(request_id, how, by_load=by_load, handoff=handoff, pinned=pinned)
 
-    def _unknown(self, request: Any) -> None:
+    def _known(self, request: Any) -> None:
         """Admit a request whose admission was lost to a fault of the shim; every request gets a verdict."""
-        self.admitted(request, Facts(reason=Reason.SHIM_ERROR))
+        if request.request_id not in self._requests:
+            self.admitted(request, Facts(reason=Reason.SHIM_ERROR))
 
     def _set_back(self, request_id: str) -> bool:
         """Whether the scheduler set a request back behind KV that a failed load did not bring."""

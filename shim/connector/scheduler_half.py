@@ -1,14 +1,14 @@
 """The shim's half of a connector in the scheduler: one object that the mixin's hooks call into.
 
-Here stand the package's broad `except`s: the engine's busy loop has no guard per request, so a fault of the
-shim would end every request on the server. Screening fails closed; everything else is left undone.
+Here stands the package's one broad `except`: the engine's busy loop has no guard per request, so a fault of
+the shim would end every request on the server. Screening fails closed; everything else is left undone.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shim.connector.admission import Admitted
 from shim.connector.recover import put_params
@@ -18,12 +18,15 @@ from shim.telemetry.tally import keys_of
 from shim.verdict import Facts, Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shim.connector.admission import Admission
     from shim.connector.ends import NixlEnds
     from shim.connector.issue import Answer, Issuer
     from shim.connector.observe import Observe
     from shim.telemetry.tally import Tally
 
+T = TypeVar("T")
 _PARAMS = keys_of(catalog.PARAMS)
 _STAMPS = keys_of(catalog.STAMPS)
 _AGE = key(catalog.HANDOFF_AGE_SECONDS)
@@ -58,19 +61,12 @@ class SchedulerHalf:
         """Settle what the inner connector may see of `request`; on any fault of ours, no params at all."""
         try:
             admitted = self._admission.admit(request)
-        except Exception:
+        except Exception:  # noqa: BLE001  # fails closed: see the module's docstring
             self._fault(Hook.SCREEN)
             admitted = Admitted(Facts(reason=Reason.SHIM_ERROR), local=True)
-            try:
-                _take_params_away(request)
-            except Exception:
-                self._fault(Hook.SCREEN)
+            self._contain(Hook.SCREEN, _take_params_away, request)
         self._live[request.request_id] = admitted
-        try:
-            self._count(admitted)
-            self._observe.admitted(request, admitted.facts)
-        except Exception:
-            self._fault(Hook.ADMIT)
+        self._contain(Hook.ADMIT, self._admitted, request, admitted)
 
     def admit_unseen(self, request: Any) -> None:
         """Admit a request that a hook brings without `on_new_request` having been called for it."""
@@ -82,52 +78,30 @@ class SchedulerHalf:
     ) -> tuple[int | None, bool]:
         """The answer that the scheduler gets to `get_num_new_matched_tokens`."""
         admitted = self._live.get(request.request_id)
-        if admitted is None or admitted.local:
+        spent = self._contain(Hook.MATCH, self._admission.spent, request)
+        if admitted is None or admitted.local or spent:
             answer = (0, False)
-        try:
-            if self._admission.spent(request):
-                answer = (0, False)
-        except Exception:
-            self._fault(Hook.MATCH)
-        try:
-            self._observe.matched(request, local_tokens, answer)
-        except Exception:
-            self._fault(Hook.MATCH)
+        self._contain(Hook.MATCH, self._observe.matched, request, local_tokens, answer)
         return answer
 
     def allocated(self, request: Any, external_tokens: int) -> None:
         """Blocks were allocated."""
-        try:
-            self._observe.allocated(request, external_tokens)
-        except Exception:
-            self._fault(Hook.ALLOC)
+        self._contain(Hook.ALLOC, self._observe.allocated, request, external_tokens)
 
     def scheduled(self, scheduler_output: Any) -> None:
         """A step was scheduled."""
-        try:
-            self._observe.scheduled(scheduler_output)
-        except Exception:
-            self._fault(Hook.STEP)
+        self._contain(Hook.STEP, self._observe.scheduled, scheduler_output)
 
     def output(self, connector_output: Any) -> None:
         """The workers reported loads and sends."""
         if self._ends is not None:
-            try:
-                self._ends.see(connector_output)
-            except Exception:
-                self._fault(Hook.OUTPUT)
-        try:
-            self._observe.output(connector_output)
-        except Exception:
-            self._fault(Hook.OUTPUT)
+            self._contain(Hook.OUTPUT, self._ends.see, connector_output)
+        self._contain(Hook.OUTPUT, self._observe.output, connector_output)
 
     def finishing(self, request: Any) -> None:
         """Before the inner's finish hook: take away what it could not survive."""
         self.admit_unseen(request)
-        try:
-            self._admission.finishing(request)
-        except Exception:
-            self._fault(Hook.FINISH)
+        self._contain(Hook.FINISH, self._admission.finishing, request)
 
     def finished(self, request: Any, answer: Answer) -> Answer:
         """A request ended; keeps nothing of it. Gives the inner's answer, with a stamp in its hand-off.
@@ -138,38 +112,34 @@ class SchedulerHalf:
         if admitted is None:
             return answer
         if self._ends is not None and answer[0] and answer[1]:
-            try:
-                self._ends.issued(request.request_id)
-            except Exception:
-                self._fault(Hook.FINISH)
-        try:
-            self._observe.finished(request, answer)
-        except Exception:
-            self._fault(Hook.FINISH)
-        try:
-            return self._issuer.stamped(answer, request.request_id, admitted.prompt)
-        except Exception:
-            self._fault(Hook.FINISH)
-            return answer
+            self._contain(Hook.FINISH, self._ends.issued, request.request_id)
+        self._contain(Hook.FINISH, self._observe.finished, request, answer)
+        stamped = self._contain(Hook.FINISH, self._issuer.stamped, answer, request.request_id, admitted.prompt)
+        return answer if stamped is None else stamped
 
     def step_done(self) -> None:
         """A step's output was processed."""
-        try:
-            self._observe.step_done()
-        except Exception:
-            self._fault(Hook.STATS)
+        self._contain(Hook.STATS, self._observe.step_done)
 
     def inner_failed(self) -> None:
         """The inner connector raised; its exception passes on, this only counts it."""
         self.tally.error(Hook.INNER)
 
-    def _count(self, admitted: Admitted) -> None:
+    def _admitted(self, request: Any, admitted: Admitted) -> None:
         facts, tally = admitted.facts, self.tally
         tally.add(_PARAMS.get((facts.source, facts.endpoint), ""))  # a forged pair counts as dropped
         if admitted.stamp is not None:
             tally.add(_STAMPS[admitted.stamp,])
         if admitted.issued_at and 0 <= (age := time.time() - admitted.issued_at) <= AGE_LIMIT:
             tally.sample(_AGE, age)
+        self._observe.admitted(request, facts)
+
+    def _contain(self, hook: Hook, fn: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return fn(*args)
+        except Exception:  # noqa: BLE001  # see the module's docstring
+            self._fault(hook)
+            return None
 
     def _fault(self, hook: Hook) -> None:
         self.tally.error(hook)

@@ -106,8 +106,8 @@ def _group_problem(
     count: int, group: Group, needed: int, remote_tokens: int | None, groups: Sequence[Group]
 ) -> str:
     size, kind = group.block_size, group.kind
-    wanted = -(-needed // size)
-    held = None if remote_tokens is None else -(-remote_tokens // size)
+    wanted = _cdiv(needed, size)
+    held = None if remote_tokens is None else _cdiv(remote_tokens, size)
     if kind is GroupKind.WINDOW:
         wanted = min(wanted, group.window_blocks)
         held = None if held is None else min(held, group.window_blocks)
