@@ -66,6 +66,7 @@ class Account:
         "facts",
         "failed",
         "first_at",
+        "from_peer",
         "held",
         "judged",
         "load_at",
@@ -90,6 +91,7 @@ class Account:
         self.loaded = 0  # as booked by the scheduler until the load ends
         self.overridden = False  # the connector offered tokens and the scheduler took none
         self.failed = False  # the last load failed, wholly or in part
+        self.from_peer = True  # the last load was made by the connector whose peer the params name
         self.load_at: float | None = None  # start of the load in flight
         self.position = 0  # how far KV is here or booked, counted from the prompt's start
         self.lost = 0  # how far it was here before a preemption

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["Ending", "Ledger"]
 
 
+_OF_PEER = {"peer": None, "peer_request_id": "", "linked_traceparent": ""}
+"""What the facts of a load from elsewhere leave out."""
+
+
 class Ledger:
     """One account per live request; every method is O(1) and ignores ids it does not know.
 
@@ -120,10 +124,15 @@ class Ledger:
         entry.local = local
         entry.asynchronous = asynchronous
 
-    def allocated(self, request_id: str, external: int) -> None:
+    def allocated(self, request_id: str, external: int, *, from_peer: bool = True) -> None:
         """The scheduler gave blocks (`update_state_after_alloc`), and books `external` tokens as loaded.
 
         Comes twice for an asynchronous load, the second time with 0 once it has ended.
+
+        Args:
+            request_id: the engine's id.
+            external: prompt tokens to be loaded.
+            from_peer: whether they come from the peer that the request's params name.
         """
         entry = self._entries.get(request_id)
         if entry is None:
@@ -146,6 +155,7 @@ class Ledger:
         entry.overridden = entry.failed = False
         entry.cause = None
         entry.asynchronous = asynchronous
+        entry.from_peer = from_peer
         entry.load_at = now
         entry.decide(now)
         self._loads[request_id] = now
@@ -337,7 +347,7 @@ class Ledger:
             result = LoadResult.PARTIAL if entry.loaded else LoadResult.FAILED
         load = Load(
             request_id,
-            entry.facts,
+            entry.facts if entry.from_peer else structs.replace(entry.facts, **_OF_PEER),
             result,
             expected_tokens=entry.expected,
             loaded_tokens=entry.loaded,

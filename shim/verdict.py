@@ -240,7 +240,7 @@ class Verdict(Struct, frozen=True, gc=False):
 
 
 class Load(Struct, frozen=True, gc=False):
-    """One finished wait for remote KV."""
+    """One finished wait for remote KV; its facts name a peer only if that is where the KV came from."""
 
     request_id: str
     facts: Facts

@@ -9,6 +9,7 @@ from vllm import __version__ as vllm_version
 from shim import __version__
 from shim.config import ExpectRemote, read_settings
 from shim.connector.admission import Admission
+from shim.connector.children import Loaders
 from shim.connector.ends import NixlEnds
 from shim.connector.health import PeerHealth
 from shim.connector.issue import Issuer, lease_of
@@ -65,6 +66,7 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
         ledger,
         handoff_ends=None if ends is None else ends.of,
         silent_handoffs=guard.profile.hands_off_silently,
+        loader_of=Loaders(connector, block_size).of,
     )
     return SchedulerHalf(admission, observe, issuer, tally, ends)
 

@@ -20,7 +20,7 @@ _COUNTED = frozenset(labels[0] for labels in catalog.PEER_TRANSITIONS.series)
 class PeerHealth(Observer):
     """An `Observer` of loads: a handshake or transfer that failed counts against the peer, any success for it.
 
-    An aborted load says nothing of the peer.
+    An aborted load says nothing of the peer, nor does one that came from elsewhere: that one's facts name none.
     """
 
     def __init__(self, breakers: Breakers, tally: Tally) -> None:

@@ -23,6 +23,8 @@ from shim.verdict import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shim.connector.children import Loader
+
 # Names of vLLM's RequestStatus (v1/request.py); any other is an end before the prompt's.
 _ENDINGS = {
     "FINISHED_STOPPED": Ending.STOPPED,
@@ -41,6 +43,7 @@ class Observe:
             asked once, when the connector lets go of the blocks. Without it the end is `unknown`.
         silent_handoffs: whether the connector hands off by keeping the blocks alone and returns no params
             (Mooncake: the router makes them up).
+        loader_of: the connector that makes a request's load, by request id.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class Observe:
         *,
         handoff_ends: Callable[[str], HandoffEnd] | None = None,
         silent_handoffs: bool = False,
+        loader_of: Callable[[str], Loader | None] = lambda _: None,
     ) -> None:
         self.ledger = ledger
+        self._loader_of = loader_of
         self._handoff_ends = handoff_ends
         self._silent = silent_handoffs
         self._requests: dict[str, tuple[Any, Facts]] = {}
@@ -69,7 +74,10 @@ class Observe:
     def allocated(self, request: Any, external_tokens: int) -> None:
         """`update_state_after_alloc`."""
         self._known(request)
-        self.ledger.allocated(request.request_id, external_tokens)
+        loader = self._loader_of(request.request_id) if external_tokens > 0 else None
+        self.ledger.allocated(
+            request.request_id, external_tokens, from_peer=loader is not None and loader.from_peer
+        )
 
     def scheduled(self, scheduler_output: Any) -> None:
         """`build_connector_meta`, which comes before `num_computed_tokens` is advanced for the step.
