@@ -147,7 +147,7 @@ def _settle(vllm_config: Any) -> None:
     if ours or flag(settings_of.ENTRYPOINT_ENV):
         from shim.entrypoint import install as install_entrypoint  # noqa: PLC0415  # needs vLLM
 
-        install_entrypoint(_entrypoint_settings(config), config)
+        install_entrypoint(_entrypoint_settings(config), config, vllm_config.model_config)
 
 
 def _entrypoint_settings(config: Any) -> Settings:

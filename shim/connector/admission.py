@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from shim.config import ExpectRemote
 from shim.connector.recover import Attached, copied, put_params, read_attached
-from shim.stamp import read_prompt
 from shim.verdict import ABSENT, Ask, Facts, HandoffReason, Reason, Source
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Admission:
         params, source = request.kv_transfer_params, Source.EXTRA_ARGS
         if params is None:
             params, source = attached.kv, attached.source
-        prompt = read_prompt(attached.stamp_k, attached.stamp_digest)
+        prompt = attached.prompt
         screened = self._guard.screen(
             request.request_id,
             params,

@@ -499,7 +499,7 @@ class Guard:
             return StampResult.ABSENT, None
         stamp = stamps.decode(raw)
         if stamp is None:
-            return StampResult.REJECTED, None
+            return StampResult.INCOMPARABLE if stamps.is_foreign(raw) else StampResult.REJECTED, None
         result = stamps.check(
             stamp,
             prompt,

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from shim.stamp import Prompt  # noqa: TC001  # msgspec looks it up
 from shim.verdict import Endpoint, HandoffReason, Source
 
 KV_SHIM = "kv_shim"
@@ -40,8 +41,7 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         external_id: the request's id as seen outside.
         streamed: the reply is streamed.
         timed_out: the second try of a request whose load the entrypoint gave up on (`load_timeout`).
-        stamp_k: how many tokens of the prompt `stamp_digest` covers (`shim.stamp`).
-        stamp_digest: the prompt's digest, where a stamp is to be made or checked; else empty.
+        prompt: what a stamp is made of, or checked against, where there is to be one (`shim.stamp`).
     """
 
     endpoint: Endpoint = Endpoint.ENGINE
@@ -58,8 +58,7 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     external_id: _Short = ""
     streamed: bool = False
     timed_out: bool = False
-    stamp_k: int = 0
-    stamp_digest: _Short = ""
+    prompt: Prompt | None = None
 
 
 NOTHING_ATTACHED = Attached()

@@ -19,12 +19,13 @@ from shim.verdict import Endpoint
 logger = logging.getLogger("vllm.kv_shim")
 
 
-def install(settings: Settings, config: Any) -> None:
+def install(settings: Settings, config: Any, model_config: Any = None) -> None:
     """Hook the middleware, the hand-off and the counters into this process's vLLM. Idempotent.
 
     Args:
         settings: the operator's.
         config: vLLM's `KVTransferConfig`, None on a server without a connector.
+        model_config: vLLM's `ModelConfig`.
 
     With `SHIM_DISABLE` set only `info` is exported, so that a shim disabled on purpose shows.
     """
@@ -41,6 +42,7 @@ def install(settings: Settings, config: Any) -> None:
     handoff.server.has_connector = config is not None and config.kv_connector is not None
     handoff.server.silent = handoff.server.has_connector and profile_of(config).hands_off_silently
     handoff.server.settings = settings
+    handoff.server.hashing = _hashing(model_config)
     _install_policy(settings, config)
     wrap_once(FastAPI, "build_middleware_stack", _in_context)
     for name in dir(core_client):
@@ -52,6 +54,16 @@ def install(settings: Settings, config: Any) -> None:
             and "add_request_async" in vars(cls)
         ):
             wrap_once(cls, "add_request_async", _attaching)
+
+
+def _hashing(model_config: Any) -> str:
+    """What vLLM's hashes of multimodal items depend on besides the items (multimodal/processing/inputs.py)."""
+    from vllm import __version__  # noqa: PLC0415  # needs vLLM
+
+    multimodal = getattr(model_config, "multimodal_config", None)
+    if multimodal is None:
+        return ""
+    return f"{__version__} {multimodal.mm_hasher_algorithm} {model_config.model}"
 
 
 def _install_policy(settings: Settings, config: Any) -> None:

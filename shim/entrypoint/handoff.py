@@ -11,6 +11,7 @@ import msgspec
 from shim import stamp
 from shim.config import Settings
 from shim.connector.recover import EC_PARAMS, KV_PARAMS, KV_SHIM, Attached, copied, is_set
+from shim.entrypoint.adapter import fingerprint
 from shim.entrypoint.counters import count
 from shim.entrypoint.middleware import Unreadable, current_request
 from shim.telemetry.catalog import EntrypointEvent
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 ID_LIMIT = 128
 _BEAM = re.compile(r"-beam-\d+\Z")
 """How vLLM names the steps of a beam search (generate/beam_search/online.py)."""
-_REQUEST_LOCAL = re.compile(r"renderer\d+-mm-\d+-")
-"""How vLLM names multimodal items that it does not hash (renderers/base.py, without processor cache and prefix
-caching): by a counter, so that prefill and decode never agree on them."""
+_NAMED_BY_CLIENT = tuple(
+    f'"{key}"'.encode() for key in ("uuid", "mm_hashes", "multi_modal_uuids", "image_embeds", "audio_embeds")
+)
+"""Body keys by which a client names multimodal items itself, or gives what an encoder made of them: their
+identifiers are then no hashes of the content, though they may look so (multimodal/processing/inputs.py)."""
 
 
 @dataclass(slots=True)
@@ -34,11 +37,13 @@ class Server:
     Attributes:
         has_connector: there is one to hand params to.
         silent: its hand-offs come without params, so that no reply of prefill's owes any (Mooncake).
+        hashing: what hashes of multimodal items depend on here besides their content.
         settings: the operator's.
     """
 
     has_connector: bool = True
     silent: bool = False
+    hashing: str = ""
     settings: Settings = field(default_factory=Settings)
 
 
@@ -62,12 +67,13 @@ def attach(engine_request: Any) -> None:
     if isinstance(before.get(KV_SHIM), Attached):
         return  # a client class that calls another's add_request_async
     http = current_request()
+    hashed = engine_request.mm_features and http is not None and not http.names_items(_NAMED_BY_CLIENT)
     attached = _describe(engine_request, before, http)
     params = attached.kv if before.get(KV_PARAMS) is None else before[KV_PARAMS]
     _note(engine_request, params, http)
-    prompt = _digest(engine_request, params)
+    prompt = _digest(engine_request, params, hashing=server.hashing if hashed else "")
     if prompt is not None:
-        attached = msgspec.structs.replace(attached, stamp_k=prompt.k, stamp_digest=prompt.digest)
+        attached = msgspec.structs.replace(attached, prompt=prompt)
     engine_request.sampling_params = copied(sampling, {**before, KV_SHIM: attached})
 
 
@@ -80,8 +86,14 @@ def strip(engine_request: Any) -> None:
         engine_request.sampling_params = copied(sampling, rest or None)
 
 
-def _digest(engine_request: Any, params: Any) -> stamp.Prompt | None:
-    """The prompt's digest, for the stamp that prefill makes or decode checks; one pass, in this process."""
+def _digest(engine_request: Any, params: Any, *, hashing: str) -> stamp.Prompt | None:
+    """The prompt's digest, for the stamp that prefill makes or decode checks; one pass, in this process.
+
+    Args:
+        engine_request: vLLM's `EngineCoreRequest`.
+        params: its transfer params, recovered or its own.
+        hashing: what the items' hashes depend on besides their content; empty if the client named the items.
+    """
     if not isinstance(params, dict) or getattr(engine_request, "prompt_embeds", None) is not None:
         return None
     tokens = engine_request.prompt_token_ids
@@ -91,16 +103,16 @@ def _digest(engine_request: Any, params: Any) -> stamp.Prompt | None:
         k = covered
     else:
         return None
-    items = [(f.identifier, f.mm_position.offset) for f in engine_request.mm_features or ()]
-    if any(_REQUEST_LOCAL.match(identifier) for identifier, _ in items):
-        return None
-    lora = engine_request.lora_request
+    items = engine_request.mm_features or ()
+    lora, salt = engine_request.lora_request, engine_request.cache_salt
     return stamp.digest(
         tokens,
         k,
-        multimodal=items,
-        lora="" if lora is None else lora.lora_name,
-        cache_salt=engine_request.cache_salt or "",
+        # `identifier` may begin with the adapter's name (v1/engine/input_processor.py).
+        items=[(each.mm_position.offset, each.mm_hash or each.identifier) for each in items],
+        hashing=hashing,
+        adapter="" if lora is None else fingerprint(lora.lora_path),
+        names=[f"{kind} {name}" for kind, name in (("lora", lora and lora.lora_name), ("salt", salt)) if name],
     )
 
 

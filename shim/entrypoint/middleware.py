@@ -17,7 +17,7 @@ from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
+    from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 
     Scope = MutableMapping[str, Any]
     Message = MutableMapping[str, Any]
@@ -57,6 +57,7 @@ class HttpRequest:
         "_chunks",
         "_fields",
         "_headers",
+        "_names_items",
         "endpoint",
         "handed",
         "mark",
@@ -79,6 +80,7 @@ class HttpRequest:
         self._headers: list[tuple[bytes, bytes]] = scope.get("headers") or []
         self._chunks: list[bytes] = []
         self._fields: dict[str, msgspec.Raw] | None = None
+        self._names_items = False
 
     def remember(self, chunk: bytes) -> None:
         """Keep a reference to a piece of the body as it streams by."""
@@ -87,6 +89,12 @@ class HttpRequest:
     def forget(self) -> None:
         """Let go of the body."""
         self._chunks, self._fields = [], {}
+
+    def names_items(self, keys: Iterable[bytes]) -> bool:
+        """Whether one of these quoted keys is anywhere in the body; still known once it is forgotten."""
+        body = self._body()
+        self._names_items = self._names_items or any(key in body for key in keys)
+        return self._names_items
 
     def header(self, name: str) -> bytes | None:
         """The first header of this (lower-case) name."""
@@ -129,13 +137,16 @@ class HttpRequest:
         """The body's top-level fields, if the key's bytes are there at all."""
         if self._fields is not None:
             return self._fields
-        if len(self._chunks) > 1:
-            self._chunks = [b"".join(self._chunks)]
-        body = self._chunks[0] if self._chunks else b""
+        body = self._body()
         if f'"{name}"'.encode() not in body:
             return {}
         self._fields = _fields(body)
         return self._fields
+
+    def _body(self) -> bytes:
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0] if self._chunks else b""
 
 
 class Reply:

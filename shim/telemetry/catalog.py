@@ -87,6 +87,7 @@ class StampResult(StrEnum):
     OK = "ok"
     ABSENT = "absent"
     MISMATCH = "mismatch"
+    INCOMPARABLE = "incomparable"
     EXPIRED = "expired"
     REJECTED = "rejected"
 

@@ -65,6 +65,11 @@ def _the_same_prompt_twice(traffic: Traffic) -> None:
         traffic.check(COMPLETIONS, prompt, traffic.handoff(COMPLETIONS, prompt))
 
 
+def _salted_for_prefill_alone(traffic: Traffic) -> None:
+    prompt = traffic.prompt()
+    traffic.check(COMPLETIONS, prompt, traffic.handoff(COMPLETIONS, prompt, cache_salt="pepper"))
+
+
 def _shorter_than_a_block(traffic: Traffic) -> None:
     prompt = traffic.prompt(10)
     traffic.check(GENERATE, prompt, traffic.handoff(GENERATE, prompt))
@@ -202,6 +207,7 @@ def _leaving(traffic: Traffic) -> None:
 SCENARIOS = (
     Scenario("remote, every route", _pulls, wanted((5, *REMOTE))),
     Scenario("remote, the same prompt twice", _the_same_prompt_twice, wanted((2, *REMOTE))),
+    Scenario("remote, a cache salt on prefill's leg only", _salted_for_prefill_alone, wanted((1, *REMOTE))),
     Scenario("remote, a prompt shorter than a block", _shorter_than_a_block, wanted((1, *REMOTE))),
     Scenario(
         "params_missing, every route",

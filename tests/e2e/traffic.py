@@ -111,9 +111,9 @@ class Traffic:
         """One that was not sent yet."""
         return Prompt.random(length, self.source)
 
-    def handoff(self, endpoint: Endpoint, prompt: Prompt) -> dict[str, Any]:
-        """A real hand-off for this prompt."""
-        ask = body(endpoint, prompt, 1) | {KEY: dict(ASK_PREFILL)}
+    def handoff(self, endpoint: Endpoint, prompt: Prompt, **changes: Any) -> dict[str, Any]:
+        """A real hand-off for this prompt, asked for with these changes of the body."""
+        ask = body(endpoint, prompt, 1) | {KEY: dict(ASK_PREFILL)} | changes
         (reply,), _ = self.pair.router.post(self.pair.prefill.url, endpoint, ask)
         self.asked += 1
         found = reply[KEY]

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -455,16 +456,19 @@ def test_prompts_are_digested_where_a_stamp_is_made_or_checked() -> None:
     tokens = list(range(50))
     asking = Sampling({"kv_transfer_params": {"do_remote_decode": True}})
     [prefill] = serve(body(), EngineRequest("p", asking, prompt_token_ids=tokens))
-    assert prefill.stamp_k == 50
-    made = stamp.encode(stamp.make(stamp.Prompt(50, prefill.stamp_digest), issued=1.0, lease=30.0))
+    assert prefill.prompt is not None
+    assert prefill.prompt.k == 50
+    made = stamp.encode(stamp.make(prefill.prompt, issued=1.0, lease=30.0))
     stamped = {**HANDOFF, stamp.KEY: made}
     [decode] = serve(body(kv_transfer_params=stamped), EngineRequest("d", prompt_token_ids=[*tokens, 7]))
-    assert (decode.stamp_k, decode.stamp_digest) == (50, prefill.stamp_digest)
+    assert decode.prompt == prefill.prompt
     salted = EngineRequest("d", prompt_token_ids=tokens, cache_salt="s")
     [other] = serve(body(kv_transfer_params=stamped), salted)
-    assert other.stamp_digest not in {"", prefill.stamp_digest}
+    assert other.prompt is not None
+    assert other.prompt.digest == prefill.prompt.digest
+    assert other.prompt.names != prefill.prompt.names
     [plain] = serve(body(kv_transfer_params=HANDOFF), EngineRequest("d", prompt_token_ids=tokens))
-    assert plain.stamp_digest == ""
+    assert plain.prompt is None
 
 
 def test_a_request_that_starts_inside_another_is_its_own() -> None:
@@ -494,10 +498,48 @@ def test_a_request_that_starts_inside_another_is_its_own() -> None:
     assert seen == [{"b": 2}, {"a": 1}]
 
 
-def test_items_that_only_one_server_can_name_are_not_digested() -> None:
-    """Without processor cache and prefix caching vLLM counts multimodal items: the names never agree."""
-    position = type("Position", (), {"offset": 3})()
-    item = type("Item", (), {"identifier": "renderer0-mm-7-image-0", "mm_position": position})()
-    asking = Sampling({"kv_transfer_params": {"do_remote_decode": True}})
-    [attached] = serve(body(), EngineRequest("p", asking, prompt_token_ids=list(range(9)), mm_features=[item]))
-    assert attached.stamp_digest == ""
+def item(identifier: str, mm_hash: str | None = None) -> Any:
+    """Stands in for vLLM's MultiModalFeatureSpec."""
+    return SimpleNamespace(identifier=identifier, mm_hash=mm_hash, mm_position=SimpleNamespace(offset=3))
+
+
+@pytest.mark.parametrize(
+    ("feature", "fields", "known"),
+    [
+        (item("a" * 64), {}, True),
+        (item("alice:" + "a" * 64, "a" * 64), {}, True),
+        (item("cat.png"), {}, False),
+        (item("renderer0-mm-7-image-0"), {}, False),
+        (item("a" * 64), {"messages": [{"content": [{"uuid": "cat.png"}]}]}, False),
+        (item("a" * 64), {"features": {"mm_hashes": {}}}, False),
+    ],
+)
+def test_only_hashes_of_the_content_count_as_content(
+    monkeypatch: pytest.MonkeyPatch, feature: Any, fields: dict[str, Any], *, known: bool
+) -> None:
+    """What a client or a counter names is a name: two servers may call one picture differently."""
+    monkeypatch.setattr(server, "hashing", "0.32.0 blake3 model")
+    asking = [Sampling({"kv_transfer_params": {"do_remote_decode": True}}) for _ in range(2)]
+    requests = [
+        EngineRequest(name, each, prompt_token_ids=list(range(9)), mm_features=[feature])
+        for name, each in zip("pq", asking, strict=True)
+    ]
+    for attached in serve(body(**fields), *requests):
+        assert attached.prompt is not None
+        assert (bool(attached.prompt.content), bool(attached.prompt.names)) == (known, not known)
+
+
+def test_a_picture_without_an_http_request_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows then who named it."""
+    monkeypatch.setattr(server, "hashing", "0.32.0 blake3 model")
+    request = EngineRequest(
+        "p",
+        Sampling({"kv_transfer_params": {"do_remote_decode": True}}),
+        prompt_token_ids=list(range(9)),
+        mm_features=[item("a" * 64)],
+    )
+    attach(request)
+    assert request.sampling_params is not None
+    prompt = read_attached(request.sampling_params.extra_args).prompt
+    assert prompt is not None
+    assert not prompt.content

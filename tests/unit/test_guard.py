@@ -381,13 +381,21 @@ def test_an_expired_hand_off_is_not_contacted_again():
     assert screen(build(), stamped(issued=NOW - 34)).reason is Reason.NONE
 
 
-@pytest.mark.parametrize("raw", [1, "x", {}, {"version": 1}, [], {"k": 10**30}])
+@pytest.mark.parametrize("raw", [1, "x", {}, {"version": 2}, [], {"k": 10**30}])
 def test_a_broken_stamp_is_rejected(raw):
     """It was there, and is no stamp: somebody tampered with it."""
     screened = screen(build(), nixl(**{stamp.KEY: raw}))
 
     assert refused(screened, Reason.HANDOFF_MISMATCH)
     assert screened.stamp is StampResult.REJECTED
+
+
+def test_a_stamp_of_another_format_loads():
+    """A fleet is updated one server after the other; the prompt is another's no more than without a stamp."""
+    screened = screen(build(stamp_key=b"secret"), nixl(**{stamp.KEY: {"version": 1, "k": 99}}))
+
+    assert (screened.reason, screened.stamp) == (Reason.NONE, StampResult.INCOMPARABLE)
+    assert stamp.KEY not in screened.params
 
 
 def test_with_a_key_a_forged_stamp_is_rejected():

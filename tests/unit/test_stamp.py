@@ -22,7 +22,7 @@ def issue(tokens=TOKENS, k=499, key=b"", lease=30.0, **kwargs):
 
 def verify(made, tokens=TOKENS, key=b"", now=NOW + 1, skew=5.0, **kwargs):
     """What decode finds."""
-    prompt = stamp.digest(tokens, made.k, **kwargs)
+    prompt = stamp.digest(tokens, made.prompt.k, **kwargs)
     return stamp.check(made, prompt, prompt_tokens=len(tokens), now=now, clock_skew=skew, key=key)
 
 
@@ -54,29 +54,62 @@ def test_a_shorter_or_longer_prompt_is_another(tokens):
     assert verify(issue(), tokens) is StampResult.MISMATCH
 
 
+PICTURE, OTHER_PICTURE = "a" * 64, "b" * 64
+HERE = {"hashing": "vllm blake3 model"}
+
+
 @pytest.mark.parametrize(
-    "other",
+    ("prefill", "decode"),
     [
-        {"lora": "adapter"},
-        {"cache_salt": "pepper"},
-        {"multimodal": [("image", 3)]},
+        ({"items": [(3, PICTURE)]}, {}),
+        ({}, {"items": [(3, PICTURE)]}),
+        ({"items": [(3, PICTURE), (9, PICTURE)]}, {"items": [(3, PICTURE)]}),
+        ({"items": [(3, PICTURE)]}, {"items": [(3, "placeholder-1")]}),
+        ({"items": [(3, "cat.png")]}, {"items": [(3, "dog.png")]}),
+        ({"items": [(3, PICTURE)]}, {"items": [(3, OTHER_PICTURE)], "hashing": "vllm blake3 /mnt/model"}),
+        ({"items": [(3, PICTURE)]}, {"items": [(3, OTHER_PICTURE)], "hashing": ""}),
+        ({"names": ["salt pepper"]}, {}),
+        ({"names": ["lora alice"]}, {"names": ["lora alice-v1"]}),
+        ({"adapter": "weights", "names": ["lora alice"]}, {}),
+        ({"adapter": "weights"}, {"names": ["lora alice"]}),
+        ({"adapter": "weights", "names": ["lora a"]}, {"adapter": "weights", "names": ["lora b"]}),
     ],
 )
-def test_whatever_kv_depends_on_counts(other):
-    """Adapters, salts and images change KV as tokens do."""
-    assert verify(issue(), **other) is StampResult.MISMATCH
-    assert verify(issue(**other), **other) is StampResult.OK
+@pytest.mark.parametrize("key", [b"", b"secret"])
+def test_what_one_side_lacks_or_renames_loads_and_is_counted(prefill, decode, key):
+    """It proves nothing: the picture's KV comes with the hand-off, and a name is no content."""
+    made = issue(key=key, **{**HERE, **prefill})
+
+    assert verify(made, key=key, **{**HERE, **decode}) is StampResult.INCOMPARABLE
+    assert verify(made, key=key, **{**HERE, **prefill}) is StampResult.OK
 
 
-def test_where_an_image_stands_counts_and_one_past_k_does_not():
-    """Multimodal items count with their offsets, up to where the digest reaches."""
-    here = stamp.digest(TOKENS, 100, multimodal=[("image", 3)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"items": [(3, PICTURE)]}, {"items": [(3, OTHER_PICTURE)]}),
+        ({"items": [(3, PICTURE), (9, "x")]}, {"items": [(3, OTHER_PICTURE)], "names": ["salt s"]}),
+        ({"adapter": "weights"}, {"adapter": "other weights"}),
+        ({"adapter": "weights", "names": ["lora a"]}, {"adapter": "other weights", "names": ["lora a"]}),
+    ],
+)
+@pytest.mark.parametrize("key", [b"", b"secret"])
+def test_a_contradiction_of_content_is_another_prompt(prefill, decode, key):
+    """Both sides know the picture or the adapter, and they are not the same."""
+    made = issue(key=key, **{**HERE, **prefill})
 
-    assert here != stamp.digest(TOKENS, 100, multimodal=[("image", 4)])
-    assert here == stamp.digest(TOKENS, 100, multimodal=[("image", 3), ("other", 100)])
-    assert stamp.digest(TOKENS, 9, lora="ab", cache_salt="") != stamp.digest(
-        TOKENS, 9, lora="a", cache_salt="b"
-    )
+    assert verify(made, key=key, **{**HERE, **decode}) is StampResult.MISMATCH
+
+
+def test_items_past_k_do_not_count_and_many_are_bounded():
+    """They stand where the digest does not reach; and a stamp stays small however many pictures there are."""
+    many = [(n, f"{n:064x}") for n in range(300)]
+    made = issue(items=many, **HERE)
+
+    assert stamp.digest(TOKENS, 100, items=[(100, PICTURE)], **HERE) == stamp.digest(TOKENS, 100)
+    assert len(made.prompt.content) == stamp.MAX_ITEMS
+    assert verify(made, items=many, **HERE) is StampResult.OK
+    assert verify(made, items=[*many[:-1], (299, PICTURE)], **HERE) is StampResult.INCOMPARABLE
 
 
 @pytest.mark.parametrize("tokens", [None, [], [1, "x"], [2**70]])
@@ -91,14 +124,35 @@ def test_the_lease_ends_with_the_clocks_skew(late, result):
     assert verify(issue(lease=30.0), now=NOW + late, skew=5.0) is result
 
 
-@pytest.mark.parametrize("field", ["k", "issued", "lease", "traceparent", "digest"])
+CHANGES = {
+    "issued": NOW + 60,
+    "lease": 31.0,
+    "traceparent": "",
+    "prompt.digest": "0" * 32,
+    "prompt.content": [[3, "0" * 16]],
+    "prompt.hashing": "0" * 16,
+    "prompt.adapter": "",
+    "prompt.names": "0" * 16,
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
 def test_with_a_key_nothing_in_a_stamp_may_be_changed(field):
     """The MAC covers every field."""
-    raw = stamp.encode(issue(key=b"secret"))
-    raw[field] = {"k": 498, "issued": NOW + 60, "lease": 31.0, "traceparent": "", "digest": "0" * 32}[field]
+    known = {"items": [(3, PICTURE)], "adapter": "weights", **HERE}
+    raw = stamp.encode(issue(key=b"secret", **known))
+    outer, _, inner = field.partition(".")
+    (raw[outer] if inner else raw)[inner or outer] = CHANGES[field]
 
-    wanted = StampResult.MISMATCH if field == "k" else StampResult.REJECTED
-    assert verify(stamp.decode(raw), key=b"secret") is wanted
+    assert verify(stamp.decode(raw), key=b"secret", **known) is StampResult.REJECTED
+
+
+def test_with_a_key_no_other_length_may_be_claimed():
+    """How many tokens it covers is part of what is digested."""
+    raw = stamp.encode(issue(key=b"secret"))
+    raw["prompt"]["k"] = 498
+
+    assert verify(stamp.decode(raw), key=b"secret") is StampResult.MISMATCH
 
 
 def test_a_stamp_made_without_the_key_is_rejected_by_one_who_has_it():
@@ -123,12 +177,16 @@ GOOD = stamp.encode(issue())
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
-        {"k": -1},
-        {"k": True},
-        {"k": 2**63},
-        {"digest": "A" * 32},
-        {"digest": "a" * 33},
+        {"version": 1},
+        {"prompt": None},
+        {"prompt": GOOD["prompt"] | {"k": -1}},
+        {"prompt": GOOD["prompt"] | {"k": True}},
+        {"prompt": GOOD["prompt"] | {"k": 2**63}},
+        {"prompt": GOOD["prompt"] | {"digest": "A" * 32}},
+        {"prompt": GOOD["prompt"] | {"digest": "a" * 33}},
+        {"prompt": GOOD["prompt"] | {"content": [[1, "a" * 16]] * 129}},
+        {"prompt": GOOD["prompt"] | {"content": [[1, "x"]]}},
+        {"prompt": GOOD["prompt"] | {"extra": 1}},
         {"issued": "now"},
         {"issued": float("inf")},
         {"lease": float("nan")},
@@ -160,9 +218,14 @@ def test_no_value_makes_reading_a_stamp_raise(value):
 
 
 @pytest.mark.parametrize(
-    ("k", "text"), [(True, "a" * 32), (1, "g" * 32), (1, None), (-1, "a" * 32), ("1", "a" * 32)]
+    ("raw", "foreign"),
+    [
+        ({"version": 1}, True),
+        ({"version": 3, "x": 1}, True),
+        ({"version": 2}, False),
+        ({"version": True}, False),
+    ],
 )
-def test_an_entrypoints_digest_is_read_strictly(k, text):
-    """It comes through `extra_args`, which clients can write."""
-    assert stamp.read_prompt(k, text) is None
-    assert stamp.read_prompt(1, "a" * 32) == stamp.Prompt(1, "a" * 32)
+def test_a_stamp_of_another_format_is_told_from_a_broken_one(raw, foreign):
+    """A fleet is updated one server after the other."""
+    assert stamp.is_foreign(raw) is foreign
