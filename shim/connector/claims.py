@@ -6,6 +6,7 @@ or free, what is no longer its own. Imports neither vLLM nor torch.
 
 from __future__ import annotations
 
+import time
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
@@ -79,6 +80,17 @@ class Claims:
             if self._claims[key][1] > now:
                 return
             del self._claims[key]
+
+
+class Unclaimed(Claims):
+    """Owns nothing and keeps nothing: for screening that only wants an opinion."""
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic)
+
+    def claim(self, key: ClaimKey, owner: str, lease: float | None = None) -> bool:  # noqa: ARG002  # Claims' signature
+        """Every hand-off is free."""
+        return True
 
 
 def _short(key: ClaimKey) -> ClaimKey:

@@ -10,6 +10,7 @@ from shim.connector.profiles.layout import layout
 
 if TYPE_CHECKING:
     from shim.config import Settings
+    from shim.connector.claims import Claims
     from shim.connector.profiles import Profile
 
 
@@ -20,6 +21,7 @@ def guard_for(
     kv_cache_config: Any = None,
     block_size: int | None = None,
     connector: Any = None,
+    claims: Claims | None = None,
 ) -> Guard:
     """The screening rules of the inner connector that a `KVTransferConfig` names.
 
@@ -29,6 +31,7 @@ def guard_for(
         kv_cache_config: vLLM's; None in the API server, where block counts can't be checked.
         block_size: tokens a block of the scheduler's holds; None likewise.
         connector: the connector in the scheduler; None likewise.
+        claims: whose a hand-off is; a new table by default.
     """
     known = kv_cache_config is not None and block_size is not None
     schedulers = [
@@ -50,6 +53,7 @@ def guard_for(
         backoff=max(back_offs, default=0),
         extra_config=options_of(config),
         host_buffer=any(getattr(each, "use_host_buffer", False) for each in schedulers),
+        claims=claims,
     )
 
 

@@ -73,11 +73,9 @@ def _install_policy(settings: Settings, config: Any) -> None:
         return
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415  # needs vLLM
 
-    from shim.connector.screening import guard_for  # noqa: PLC0415
     from shim.entrypoint import policy  # noqa: PLC0415
 
-    guard = guard_for(config, settings)
-    policy.install(AsyncLLM, policy.Policy(settings, guard, settings.expectation(config.kv_role)))
+    policy.install(AsyncLLM, policy.Policy(settings, config))
     RequestContext.gated = settings.on_local_prefill != "allow"
 
 

@@ -13,7 +13,9 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from shim.connector.admission import fault_reason
+from shim.connector.claims import Unclaimed
 from shim.connector.recover import KV_PARAMS, copied, is_set
+from shim.connector.screening import guard_for
 from shim.entrypoint.counters import count
 from shim.entrypoint.handoff import recovered
 from shim.entrypoint.middleware import current_request
@@ -24,8 +26,8 @@ from shim.verdict import Endpoint, Reason
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from shim.config import ExpectRemote, Settings
-    from shim.connector.guard import Guard, Screened
+    from shim.config import Settings
+    from shim.connector.guard import Screened
     from shim.entrypoint.middleware import HttpRequest
 
 REFUSABLE = frozenset(
@@ -52,21 +54,21 @@ class Policy:
 
     Args:
         settings: the operator's.
-        guard: screening rules of the inner connector, with claims and breakers of its own that say nothing.
-        expect: when missing params are a fault on this server.
+        config: vLLM's `KVTransferConfig`, which names the inner connector.
     """
 
-    def __init__(self, settings: Settings, guard: Guard, expect: ExpectRemote) -> None:
+    def __init__(self, settings: Settings, config: Any) -> None:
         self._limit = {"allow": None, "refuse": 0}.get(
             str(settings.on_local_prefill), settings.on_local_prefill
         )
         self.load_timeout = settings.load_timeout
-        self._guard = guard
-        self._expect = expect
+        # Whose a hand-off is and which peer may be tried are the engine's to say: nothing is kept of either.
+        self.guard = guard_for(config, settings, claims=Unclaimed())
+        self._expect = settings.expectation(config.kv_role)
 
     def screen(self, params: object, prompt_tokens: int) -> Screened:
         """What the connector will make of these params, as far as can be known here."""
-        return self._guard.screen("", params, prompt_tokens=prompt_tokens)
+        return self.guard.screen("", params, prompt_tokens=prompt_tokens)
 
     def refuses(self, http: HttpRequest, sampling: Any, prompt_tokens: int | None) -> Reason | None:
         """Why this generation is refused; None if it is not."""

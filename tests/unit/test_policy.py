@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from shim.config import ExpectRemote, read_settings
-from shim.connector.screening import guard_for
 from shim.entrypoint import handoff
 from shim.entrypoint import policy as policies
 from shim.entrypoint.middleware import HttpRequest, RequestContext, current_request
 from shim.entrypoint.policy import Policy, RefusedError
-from shim.verdict import Reason
+from shim.telemetry.catalog import EntrypointEvent
+from shim.verdict import Endpoint, Reason
 
 GOOD = {
     "do_remote_prefill": True,
@@ -54,16 +54,16 @@ class Output:
 
 
 def policy(expect: ExpectRemote = ExpectRemote.ALWAYS, **section: Any) -> Policy:
-    """A decode server's policy over NIXL."""
-    settings = read_settings({"shim": section})
+    """A decode server's policy over NIXL, as it is installed."""
     config = SimpleNamespace(
         kv_connector="NixlConnector",
         kv_connector_extra_config={},
+        kv_role="kv_consumer",
         is_kv_producer=False,
         is_kv_consumer=True,
         engine_id="d",
     )
-    return Policy(settings, guard_for(config, settings), expect)
+    return Policy(read_settings({"shim": {"expect_remote": expect, **section}}), config)
 
 
 def http(body: dict[str, Any] | None = None, **headers: str) -> HttpRequest:
@@ -93,11 +93,21 @@ def test_what_can_be_known_is_refused(params: Any, reason: Reason | None) -> Non
     assert refuse.refuses(http({"kv_transfer_params": params}), Sampling(), 100) is reason
 
 
-def test_good_hand_offs_may_come_again() -> None:
-    """Single use is the engine's to judge: asking twice here claims nothing."""
+def test_an_opinion_claims_nothing() -> None:
+    """Single use is the engine's to judge: a thousand requests leave no claim and no breaker here."""
     refuse = policy(on_local_prefill="refuse")
-    for _ in range(3):
-        assert refuse.refuses(http(), Sampling({"kv_transfer_params": GOOD}), 40) is None
+    for number in range(1000):
+        params = {**GOOD, "remote_request_id": f"r{number}"}
+        assert refuse.refuses(http(), Sampling({"kv_transfer_params": params}), 40) is None
+    assert len(refuse.guard.claims) == 0
+    assert len(refuse.guard.breakers) == 0
+
+
+def test_good_hand_offs_may_come_again() -> None:
+    """Whoever owned a hand-off here, another request's is as good: the engine says which may read."""
+    refuse = policy(on_local_prefill="refuse")
+    for request_id in ("a", "b", "c"):
+        assert refuse.guard.screen(request_id, dict(GOOD), prompt_tokens=40).reason is Reason.NONE
 
 
 def test_allowing_is_the_default() -> None:
@@ -128,13 +138,21 @@ def test_what_is_no_fault_is_never_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_fault_of_ours_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy throws: the request goes on."""
+    """The policy throws: the request goes on, and the fault is counted."""
+    refuse, request = policy(on_local_prefill="refuse"), http()
+    with pytest.raises(RefusedError):
+        refuse.check(request, Sampling(), None)
 
     def boom(*_: object) -> None:
         raise RuntimeError
 
+    counted = []
     monkeypatch.setattr(Policy, "refuses", boom)
-    policy(on_local_prefill="refuse").check(http(), Sampling(), None)
+    monkeypatch.setattr(policies, "count", lambda *event: counted.append(event))
+    untouched = http()
+    refuse.check(untouched, Sampling(), None)
+    assert untouched.refused is None
+    assert counted == [(EntrypointEvent.HOOK_ERROR, Endpoint.COMPLETIONS)]
 
 
 def test_a_fault_of_ours_bounds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
