@@ -82,6 +82,18 @@ def is_set(params: object, flag: str) -> bool:
     return isinstance(params, dict) and type(value := params.get(flag)) in {bool, int} and value == 1
 
 
+def is_cleanup(request: Any) -> bool:
+    """Whether an engine request generates nothing: the API server's word to the connector that it rejected one.
+
+    vLLM sends it through the engine with the rejected request's params, also after a 500 and for a client that
+    left (entrypoints/generate/base/serving.py, `_with_kv_transfer_rejection_cleanup`), and aborts it at once.
+
+    Args:
+        request: vLLM's `EngineCoreRequest` or `Request`.
+    """
+    return bool(getattr(request, "abort_immediately", False))
+
+
 def put_params(request: Any, kv: object, ec: object = None) -> None:
     """Give a vLLM `Request` these transfer params, and nothing of the shim's.
 

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shim.connector.admission import Admitted
-from shim.connector.recover import put_params
+from shim.connector.recover import is_cleanup, put_params
 from shim.telemetry import catalog
 from shim.telemetry.catalog import Hook, key
 from shim.telemetry.tally import keys_of
@@ -37,6 +37,9 @@ logger = logging.getLogger("vllm.kv_shim")
 
 class SchedulerHalf:
     """Admission before the inner connector, observation after it; nothing here raises.
+
+    vLLM's clean-ups of what its API server rejected are screened, since their params reach the inner's finish
+    hook; they generate nothing, so nothing else is told of them.
 
     Args:
         admission: decides on a request's params.
@@ -66,7 +69,8 @@ class SchedulerHalf:
             admitted = Admitted(Facts(reason=Reason.SHIM_ERROR), local=True)
             self._contain(Hook.SCREEN, _take_params_away, request)
         self._live[request.request_id] = admitted
-        self._contain(Hook.ADMIT, self._admitted, request, admitted)
+        if not is_cleanup(request):
+            self._contain(Hook.ADMIT, self._admitted, request, admitted)
 
     def admit_unseen(self, request: Any) -> None:
         """Admit a request that a hook brings without `on_new_request` having been called for it."""
@@ -109,7 +113,7 @@ class SchedulerHalf:
         An inner whose one finish hook calls the other comes here twice.
         """
         admitted = self._live.pop(request.request_id, None)
-        if admitted is None:
+        if admitted is None or is_cleanup(request):
             return answer
         if self._ends is not None and answer[0] and answer[1]:
             self._contain(Hook.FINISH, self._ends.issued, request.request_id)

@@ -10,7 +10,16 @@ import msgspec
 
 from shim import stamp
 from shim.config import Settings
-from shim.connector.recover import EC_PARAMS, KV_PARAMS, KV_SHIM, Attached, copied, is_set
+from shim.connector.recover import (
+    EC_PARAMS,
+    KV_PARAMS,
+    KV_SHIM,
+    NOTHING_ATTACHED,
+    Attached,
+    copied,
+    is_cleanup,
+    is_set,
+)
 from shim.entrypoint.adapter import fingerprint
 from shim.entrypoint.counters import count
 from shim.entrypoint.middleware import Unreadable, current_request
@@ -67,10 +76,14 @@ def attach(engine_request: Any) -> None:
     if isinstance(before.get(KV_SHIM), Attached):
         return  # a client class that calls another's add_request_async
     http = current_request()
+    if is_cleanup(engine_request):  # vLLM wrote its extra_args; nothing of it is told but that it came
+        count(EntrypointEvent.REJECTED_BEFORE_ENGINE, Endpoint.OTHER if http is None else http.endpoint)
+        engine_request.sampling_params = copied(sampling, {**before, KV_SHIM: NOTHING_ATTACHED})
+        return
     hashed = engine_request.mm_features and http is not None and not http.names_items(_NAMED_BY_CLIENT)
     attached = _describe(engine_request, before, http)
     params = attached.kv if before.get(KV_PARAMS) is None else before[KV_PARAMS]
-    _note(engine_request, params, http)
+    _note(params, http)
     prompt = _digest(engine_request, params, hashing=server.hashing if hashed else "")
     if prompt is not None:
         attached = msgspec.structs.replace(attached, prompt=prompt)
@@ -116,13 +129,10 @@ def _digest(engine_request: Any, params: Any, *, hashing: str) -> stamp.Prompt |
     )
 
 
-def _note(engine_request: Any, params: Any, http: HttpRequest | None) -> None:
+def _note(params: Any, http: HttpRequest | None) -> None:
     """Count what only the API server can see of an engine request."""
-    endpoint = Endpoint.OTHER if http is None else http.endpoint
-    if getattr(engine_request, "abort_immediately", False):
-        count(EntrypointEvent.REJECTED_BEFORE_ENGINE, endpoint)
     if params is not None and not server.has_connector:
-        count(EntrypointEvent.NO_CONNECTOR, endpoint)
+        count(EntrypointEvent.NO_CONNECTOR, Endpoint.OTHER if http is None else http.endpoint)
     if http is not None and is_set(params, "do_remote_decode") and not server.silent:
         http.reply.owes = True
 

@@ -10,6 +10,7 @@ import pytest
 from scheduling import Steps, make_config, make_request, make_scheduler
 from scripted import Script, ScriptedConnector
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from shim import plugin
 
@@ -99,3 +100,40 @@ def test_a_prefill_servers_handoff_is_counted() -> None:
     assert counted(steps, "requests|") == {"requests|prefill|none": 1}
     assert counted(steps, "handoffs|") == {"handoffs|issued|none": 1}
     assert counted(steps, "handoffs_closed|") == {"handoffs_closed|unknown": 1}
+
+
+GOOD = {
+    **LOAD,
+    "remote_block_ids": [list(range(7))],
+    "remote_engine_id": "prefill",
+    "remote_request_id": "cmpl-1",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+}
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [(GOOD, {"c": []}), ({**GOOD, "remote_host": None}, {}), (dict(HANDOFF), {})],
+)
+def test_a_clean_up_is_no_request(params: dict[str, Any], told: dict[str, Any]) -> None:
+    """What the API server rejected is not counted, and NIXL frees prefill's blocks for it.
+
+    It is screened all the same: the clean-up's params are the client's, and reach the inner's finish hook.
+    """
+    plugin.install()
+    steps = Steps(make_scheduler(make_config("shim", role="kv_both")))
+    connector = steps.scheduler.connector
+    request = make_request("c", [0], max_tokens=1, params=dict(params))
+    request.abort_immediately = True
+    steps.add(request)
+    steps.scheduler.finish_requests("c", RequestStatus.FINISHED_ABORTED)  # as core.py `add_request` does
+    pulls = {name: list(one[1]) for name, one in connector.connector_scheduler._reqs_need_recv.items()}
+    assert pulls == told
+    steps.add(make_request("after", PROMPT))
+    finish(steps)
+    verdicts = {k: v for k, v in counted(steps, "requests|").items() if "|local_" not in k}
+    assert verdicts == {}
+    assert sum(counted(steps, "params|").values()) == 1
+    for family in ("stamps|", "handoffs|", "errors|"):
+        assert counted(steps, family) == {}

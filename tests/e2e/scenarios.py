@@ -246,8 +246,7 @@ SCENARIOS = (
     Scenario(
         "aborted, a client leaves mid-load",
         _leaving,
-        # Two each: vLLM sends a clean-up through the engine for a client that left before its answer.
-        wanted((4, Outcome.ABORTED, Reason.NONE)),
+        wanted((2, Outcome.ABORTED, Reason.NONE)),
         unread=2,
         exact=False,
     ),

@@ -13,6 +13,7 @@ import pytest
 from shim import stamp
 from shim.config import read_settings
 from shim.connector.recover import NOTHING_ATTACHED, Attached, put_params, read_attached
+from shim.entrypoint import handoff
 from shim.entrypoint.handoff import _note, attach, server, strip
 from shim.entrypoint.middleware import (
     PARAMS_BYTES_LIMIT,
@@ -23,6 +24,7 @@ from shim.entrypoint.middleware import (
     current_request,
     endpoint_of,
 )
+from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint, HandoffReason, Source
 
 HANDOFF = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5600}
@@ -47,6 +49,7 @@ class EngineRequest:
     mm_features: Any = None
     lora_request: Any = None
     cache_salt: str | None = None
+    abort_immediately: bool = False
 
 
 def serve(
@@ -102,6 +105,20 @@ def test_params_the_route_dropped_are_recovered() -> None:
     [attached] = serve(body(kv_transfer_params=HANDOFF), EngineRequest("cmpl-1-x", external_req_id="cmpl-1"))
     assert (attached.kv, attached.source, attached.endpoint) == (HANDOFF, Source.BODY, Endpoint.GENERATE)
     assert attached.external_id == "cmpl-1"
+
+
+def test_a_clean_up_is_counted_as_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own engine request for what it rejected is no generation: it is described as none."""
+    counted = []
+    monkeypatch.setattr(handoff, "count", lambda *event: counted.append(event))
+    monkeypatch.setattr(server, "has_connector", False)
+    cleanup = EngineRequest(
+        "cmpl-1", Sampling({"kv_transfer_params": HANDOFF}), prompt_token_ids=[0], abort_immediately=True
+    )
+    (attached,) = serve(b"{}", cleanup, path="/v1/completions")
+    assert attached == NOTHING_ATTACHED
+    assert cleanup.sampling_params.extra_args["kv_transfer_params"] is HANDOFF
+    assert counted == [(EntrypointEvent.REJECTED_BEFORE_ENGINE, Endpoint.COMPLETIONS)]
 
 
 def test_params_the_engine_has_stay_as_they_are() -> None:
@@ -361,7 +378,7 @@ def test_only_a_connector_that_returns_params_owes_them(silent: bool, monkeypatc
     """Mooncake's hand-offs come without, so its replies are not looked through."""
     monkeypatch.setattr(server, "silent", silent)
     http = HttpRequest({"type": "http", "path": "/v1/completions"})
-    _note(EngineRequest("a"), {"do_remote_decode": True}, http)
+    _note({"do_remote_decode": True}, http)
     assert http.reply.owes is not silent
 
 
