@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from shim.config import ExpectRemote
-from shim.connector.recover import Attached, copied, put_params, read_attached
+from shim.connector.recover import Attached, copied, is_cleanup, put_params, read_attached
 from shim.verdict import ABSENT, Ask, Facts, HandoffReason, Reason, Source
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Admission:
             # Children of `n > 1` and of prompt lists are told by the claim table: it knows who reads.
             sibling=attached.sibling > 0 and attached.siblings is HandoffReason.NONE,
             prompt=prompt,
+            cleanup=is_cleanup(request),
         )
         reason = self._reason(screened, attached, given=params is not None)
         put_params(request, screened.params, attached.ec)

@@ -14,6 +14,7 @@ from shim.connector.ends import NixlEnds
 from shim.connector.health import PeerHealth
 from shim.connector.issue import Issuer, lease_of
 from shim.connector.observe import Observe
+from shim.connector.retries import Retries
 from shim.connector.scheduler_half import SchedulerHalf
 from shim.connector.screening import children_of, guard_for, options_of
 from shim.ledger import Ledger
@@ -39,12 +40,18 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
         * parallel.prefill_context_parallel_size
     )
     guard = guard_for(
-        config, settings, kv_cache_config=kv_cache_config, block_size=block_size, connector=connector
+        config,
+        settings,
+        kv_cache_config=kv_cache_config,
+        block_size=block_size,
+        connector=connector,
+        tp_size=parallel.tensor_parallel_size,
     )
+    retries = Retries(guard.claims, parallel.world_size)
     tally = Tally()
     model = vllm_config.model_config.served_model_name if vllm_config.model_config else ""
     spans = SpanObserver(config.kv_connector, config.kv_role, model)
-    others = (PeerHealth(guard.breakers, tally), LogObserver(config.kv_connector), spans)
+    others = (PeerHealth(guard.breakers, tally), retries, LogObserver(config.kv_connector), spans)
     ledger = Ledger(
         [Sinks(tally, others)],
         backoff=guard.profile.back_off,
@@ -68,7 +75,7 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
         silent_handoffs=guard.profile.hands_off_silently,
         loader_of=Loaders(connector, block_size).of,
     )
-    return SchedulerHalf(admission, observe, issuer, tally, ends)
+    return SchedulerHalf(admission, observe, issuer, tally, ends, retries)
 
 
 def info_labels(vllm_config: Any, state: str = "active") -> dict[str, str]:

@@ -99,6 +99,7 @@ class Guard:
         claims: Claims | None = None,
         breakers: Breakers | None = None,
         stamp_key: bytes | None = None,
+        tp_size: int = 1,
     ) -> None:
         """Decide all that can be decided once.
 
@@ -121,6 +122,7 @@ class Guard:
             claims: the engine's claim table; a new one by default.
             breakers: the engine's circuit breakers; new ones by default.
             stamp_key: the fleet's; by default from the environment.
+            tp_size: this server's tensor parallel size.
 
         Raises:
             SettingsError: `allow_peers` has a bad entry.
@@ -132,6 +134,7 @@ class Guard:
         self.allow_list = AllowList(settings.allow_peers)
         self._wall_clock = wall_clock
         self._skew = settings.clock_skew
+        self._tp_size = tp_size
         self._stamp_key = stamps.stamp_key() if stamp_key is None else stamp_key
         self._backoff = backoff
         self._stamped_backoff = max(backoff, profile.back_off)
@@ -176,6 +179,7 @@ class Guard:
         external_id: str = "",  # noqa: ARG002  # part of the seam: rules by outside id may come
         sibling: bool = False,
         prompt: stamps.Prompt | None = None,
+        cleanup: bool = False,
     ) -> Screened:
         """Decide what the inner connector may see of these params.
 
@@ -186,6 +190,8 @@ class Guard:
             external_id: the request's id as seen outside.
             sibling: another engine request of the same HTTP request has the hand-off.
             prompt: the entrypoint's digest of the prompt, for the stamp.
+            cleanup: it generates nothing and would only have prefill free its blocks; what any request ever
+                had is that request's to free, or a retry's to load.
         """
         if params is None:
             return _MISSING
@@ -196,7 +202,9 @@ class Guard:
         if not self.profile.known:
             return _observed(params)
         try:
-            return self._screen(request_id, params, prompt_tokens, sibling=sibling, prompt=prompt)
+            return self._screen(
+                request_id, params, prompt_tokens, sibling=sibling, prompt=prompt, cleanup=cleanup
+            )
         except _Refused as refused:
             return _refused(refused)
 
@@ -239,6 +247,7 @@ class Guard:
         *,
         sibling: bool,
         prompt: stamps.Prompt | None,
+        cleanup: bool,
     ) -> Screened:
         """The rules, in the order in which they bind."""
         if len(params) > MAX_KEYS:
@@ -248,6 +257,8 @@ class Guard:
         modes = [mode for mode in self._modes if clean.get(mode.trigger)]
         if not modes:
             return self._not_remote(clean, params)
+        if cleanup and any(self.claims.known(key) for key, _ in self._claim_keys(modes, clean)):
+            raise _Refused(Reason.HANDOFF_REUSED, "a request had this hand-off")
         misfit, loads = "", False
         for mode in modes:
             loads = loads or mode.ask is Ask.LOAD
@@ -294,8 +305,7 @@ class Guard:
             return _gone(good, Reason.HANDOFF_MISMATCH, "the hand-off's stamp is not genuine")
         if not self._claimed(modes, clean, request_id, None if stamp is None else stamp.lease):
             # Another request reads these blocks now; a notification from here would free them.
-            reason = Reason.UNSUPPORTED_MODE if sibling else Reason.HANDOFF_REUSED
-            return _gone(good, reason, "another request has this hand-off")
+            return _gone(good, *self._taken(modes, clean, sibling=sibling))
         if sibling:
             return self._told(good, Reason.UNSUPPORTED_MODE, "a further request of one HTTP request")
         if result is StampResult.MISMATCH:
@@ -482,15 +492,39 @@ class Guard:
     def _claimed(
         self, modes: Sequence[Mode], clean: dict[str, Any], request_id: str, lease: float | None
     ) -> bool:
-        keys: list[ClaimKey] = []
+        keys = self._claim_keys(modes, clean)
+        if len(keys) > 1 and any(self.claims.owner(key) not in {None, request_id} for key, _ in keys):
+            return False  # all or none
+        return all(
+            [  # noqa: C419  # a list is faster
+                self.claims.claim(key, request_id, lease, repeatable=repeatable) for key, repeatable in keys
+            ]
+        )
+
+    def _taken(self, modes: Sequence[Mode], clean: dict[str, Any], *, sibling: bool) -> tuple[Reason, str]:
+        """Why a hand-off that another request has may not be loaded, and in whose class that is."""
+        if not sibling and any(self.claims.failed(key) for key, _ in self._claim_keys(modes, clean)):
+            # A retry, and no client's fault: prefill or the network failed the first try.
+            return Reason.LOAD_FAILED, "an earlier load of it failed and may have read a part"
+        reason = Reason.UNSUPPORTED_MODE if sibling else Reason.HANDOFF_REUSED
+        return reason, "another request has this hand-off"
+
+    def _claim_keys(self, modes: Sequence[Mode], clean: dict[str, Any]) -> list[tuple[ClaimKey, bool]]:
+        """The hand-offs that these params name, each with whether a load that failed unread leaves it whole."""
+        keys: list[tuple[ClaimKey, bool]] = []
         for mode in modes:
             if mode.claim:
                 values = tuple([clean.get(name) for name in mode.claim])
                 if None not in values:
-                    keys.append(values)  # type: ignore[arg-type]  # ids, checked to be strings
-        if len(keys) > 1 and any(self.claims.owner(key) not in {None, request_id} for key in keys):
-            return False  # all or none
-        return all([self.claims.claim(key, request_id, lease) for key in keys])  # noqa: C419  # a list is faster
+                    keys.append((values, self._one_source(mode, clean)))  # type: ignore[arg-type]  # ids, checked
+        return keys
+
+    def _one_source(self, mode: Mode, clean: dict[str, Any]) -> bool:
+        """Whether each worker here reads from one worker of the peer's."""
+        if not mode.sources:
+            return False
+        sharded, *rest = [clean.get(name) or 1 for name in mode.sources]
+        return sharded <= self._tp_size and all(size == 1 for size in rest)
 
     def _stamp(
         self, raw: object, prompt: stamps.Prompt | None, prompt_tokens: int

@@ -47,6 +47,7 @@ class ShimMixin:
     _half: SchedulerHalf | None = None
     _ledger: Ledger | None = None
     _tally: Tally
+    _failed_loads: dict[str, int] | None = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         with _building() as outermost:
@@ -58,6 +59,20 @@ class ShimMixin:
             self._half = build_half(self, vllm_config, kv_cache_config)
             self._ledger, self._tally = self._half.ledger, self._half.tally
             defend(self)
+        elif outermost:  # of one wrapped inside another only the outer reports, or a load would fail twice
+            self._failed_loads = {}
+
+    # Worker side.
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """What this worker sent and received; which loads failed here goes to the scheduler with the stats.
+
+        0.28 has no such hook: there a load that failed says nowhere on which workers.
+        """
+        results = super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
+        if self._failed_loads is not None and results.failed_recving:
+            self._failed_loads.update(dict.fromkeys(results.failed_recving, 1))
+        return results
 
     # Scheduler side.
 
@@ -166,6 +181,9 @@ class ShimMixin:
                 ledger.done += 1  # a step without news: see build_connector_meta
             if self._tally.changed:
                 return ShimStats(self._tally.take(), inner)
+        if self._failed_loads:
+            failed, self._failed_loads = self._failed_loads, {}
+            return ShimStats(None, inner, failed)
         return None if inner is None else ShimStats(None, inner)
 
     # API process.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shim.connector.ends import NixlEnds
     from shim.connector.issue import Answer, Issuer
     from shim.connector.observe import Observe
+    from shim.connector.retries import Retries
     from shim.telemetry.tally import Tally
 
 T = TypeVar("T")
@@ -45,17 +46,25 @@ class SchedulerHalf:
         admission: decides on a request's params.
         observe: turns hook calls into the ledger's events.
         issuer: stamps hand-offs.
-        ends: how hand-offs end, where the connector's workers tell; else None.
         tally: the metrics sink, which also counts faults.
+        ends: how hand-offs end, where the connector's workers tell; else None.
+        retries: which failed loads nobody read.
     """
 
     def __init__(
-        self, admission: Admission, observe: Observe, issuer: Issuer, tally: Tally, ends: NixlEnds | None = None
+        self,
+        admission: Admission,
+        observe: Observe,
+        issuer: Issuer,
+        tally: Tally,
+        ends: NixlEnds | None,
+        retries: Retries,
     ) -> None:
         self._admission = admission
         self._observe = observe
         self._issuer = issuer
         self._ends = ends
+        self._retries = retries
         self.tally = tally
         self.ledger = observe.ledger
         self._live: dict[str, Admitted] = {}
@@ -100,6 +109,7 @@ class SchedulerHalf:
         """The workers reported loads and sends."""
         if self._ends is not None:
             self._contain(Hook.OUTPUT, self._ends.see, connector_output)
+        self._contain(Hook.OUTPUT, self._retries.see, connector_output)
         self._contain(Hook.OUTPUT, self._observe.output, connector_output)
 
     def finishing(self, request: Any) -> None:

@@ -22,6 +22,7 @@ def guard_for(
     block_size: int | None = None,
     connector: Any = None,
     claims: Claims | None = None,
+    tp_size: int = 1,
 ) -> Guard:
     """The screening rules of the inner connector that a `KVTransferConfig` names.
 
@@ -32,6 +33,7 @@ def guard_for(
         block_size: tokens a block of the scheduler's holds; None likewise.
         connector: the connector in the scheduler; None likewise.
         claims: whose a hand-off is; a new table by default.
+        tp_size: this server's tensor parallel size.
     """
     known = kv_cache_config is not None and block_size is not None
     schedulers = [
@@ -54,6 +56,7 @@ def guard_for(
         extra_config=options_of(config),
         host_buffer=any(getattr(each, "use_host_buffer", False) for each in schedulers),
         claims=claims,
+        tp_size=tp_size,
     )
 
 

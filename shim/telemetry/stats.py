@@ -19,11 +19,21 @@ INNERS = "inner"
 
 
 class ShimStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's class is untyped to mypy
-    """The shim's payload and the inner connector's own stats, if it gave any."""
+    """The shim's payload and the inner connector's own stats, if it gave any.
 
-    def __init__(self, ours: Payload | None = None, inner: KVConnectorStats | None = None) -> None:
+    `failed_loads` says on how many workers a request's load failed; it goes, pickled, from them to the engine
+    and no further.
+    """
+
+    def __init__(
+        self,
+        ours: Payload | None = None,
+        inner: KVConnectorStats | None = None,
+        failed_loads: dict[str, int] | None = None,
+    ) -> None:
         self.ours = ours if ours is not None else empty_payload()
         self.inner = inner
+        self.failed_loads = failed_loads or {}
 
     @property
     def data(self) -> dict[str, Any]:
@@ -41,7 +51,7 @@ class ShimStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's class is unty
 
     def reset(self) -> None:
         """Forget everything."""
-        self.ours = empty_payload()
+        self.ours, self.failed_loads = empty_payload(), {}
         if self.inner is not None:
             self.inner.reset()
 
@@ -54,6 +64,8 @@ class ShimStats(KVConnectorStats):  # type: ignore[misc]  # vLLM's class is unty
         inner = other
         if isinstance(other, ShimStats):
             tally.merge(self.ours, other.ours)
+            for request_id, count in other.failed_loads.items():
+                self.failed_loads[request_id] = self.failed_loads.get(request_id, 0) + count
             inner = other.inner
         if self.inner is None:
             self.inner = inner

@@ -269,6 +269,7 @@ def test_nothing_else_is_overridden(connector: Any) -> None:
     ours = {name for name in vars(ShimMixin) if not name.startswith("_")} - {
         "build_kv_connector_stats",
         "build_prom_metrics",
+        "get_transfer_results",  # once a step, on workers: which loads failed there
     }
     assert ours == set(HOOKS)
     for name in (

@@ -137,3 +137,55 @@ def test_a_clean_up_is_no_request(params: dict[str, Any], told: dict[str, Any]) 
     assert sum(counted(steps, "params|").values()) == 1
     for family in ("stamps|", "handoffs|", "errors|"):
         assert counted(steps, family) == {}
+
+
+def nixl() -> Steps:
+    """A decode server's scheduler with NIXL wrapped, under `fail`."""
+    plugin.install()
+    return Steps(make_scheduler(make_config("shim", role="kv_consumer", policy="fail")))
+
+
+def pulled(steps: Steps) -> dict[str, int]:
+    """The next step's loads, by request, with the number of blocks each is to read."""
+    meta = steps.schedule().kv_connector_metadata
+    return {name: sum(map(len, one.local_block_ids)) for name, one in meta.reqs_to_recv.items()}
+
+
+def failing(steps: Steps, request_id: str) -> KVConnectorOutput:
+    """What a worker reports of a load that failed, on either version."""
+    assert steps.scheduler.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    (blocks,) = steps.scheduler.kv_cache_manager.get_block_ids(request_id)
+    return KVConnectorOutput(finished_recving={request_id}, invalid_block_ids=set(blocks))
+
+
+def test_a_router_may_send_a_hand_off_again_after_a_load_that_failed() -> None:
+    """Nobody read it, so prefill has it: a retry pulls, and vLLM's clean-up before it frees nothing."""
+    steps = nixl()
+    steps.add(make_request("first", PROMPT, params=dict(GOOD)))
+    assert pulled(steps) == {"first": 7}
+    steps.update(failing(steps, "first"))
+
+    cleanup = make_request("cleanup", [0], max_tokens=1, params=dict(GOOD))
+    cleanup.abort_immediately = True
+    steps.add(cleanup)
+    steps.scheduler.finish_requests("cleanup", RequestStatus.FINISHED_ABORTED)
+
+    steps.add(make_request("second", PROMPT, params=dict(GOOD)))
+    assert pulled(steps) == {"second": 7}
+    steps.update(KVConnectorOutput(finished_recving={"second"}))
+    finish(steps)
+    assert counted(steps, "requests|") == {"requests|failed|load_failed": 1, "requests|remote|none": 1}
+
+
+def test_a_hand_off_that_was_read_is_not_read_again() -> None:
+    """The first reader's notification freed it."""
+    steps = nixl()
+    steps.add(make_request("first", PROMPT, params=dict(GOOD)))
+    assert pulled(steps) == {"first": 7}
+    steps.update(KVConnectorOutput(finished_recving={"first"}))
+    steps.add(make_request("second", PROMPT, params=dict(GOOD)))
+    assert "second" not in pulled(steps)
+    steps.update()
+    finish(steps)
+    verdicts = counted(steps, "requests|")
+    assert verdicts == {"requests|remote|none": 1, "requests|local_prefill|handoff_reused": 1}

@@ -80,3 +80,43 @@ def test_long_keys_are_kept_short_and_apart(clock):
 
     assert not claims.claim(("e" * 500, "r" * 500), "c")
     assert all(sum(map(len, key)) <= 64 for key in claims._claims)
+
+
+@pytest.mark.parametrize(
+    ("repeatable", "failed", "whole", "unread", "free"),
+    [
+        (True, True, True, True, True),
+        (True, True, True, False, False),  # a worker read it
+        (True, True, False, True, False),  # a part arrived
+        (True, False, True, True, False),  # it did not end as failed
+        (False, True, True, True, False),  # this connector's prefill may have sent it
+    ],
+)
+def test_only_a_load_that_failed_unread_gives_its_claim_back(clock, repeatable, failed, whole, unread, free):
+    """Whatever may have been read is gone; that it was somebody's stays known either way."""
+    claims = Claims(clock)
+    claims.claim(KEY, "a", repeatable=repeatable)
+    if unread:
+        claims.unread("a")
+    if failed:
+        claims.load_failed("a", whole=whole)
+
+    assert claims.failed(KEY) is failed
+    assert claims.known(KEY)
+    assert claims.owner(KEY) == (None if free else "a")
+    assert claims.claim(KEY, "b", repeatable=True) is free
+    if free:
+        claims.load_failed("a", whole=True)  # the former owner's news is not about this claim
+        assert not claims.failed(KEY)
+
+
+def test_what_is_remembered_of_owners_goes_with_their_claims(clock):
+    """No table beside the table grows."""
+    claims = Claims(clock, capacity=10)
+    for i in range(1000):
+        claims.claim(("e", str(i)), str(i), repeatable=True)
+        claims.load_failed(str(i), whole=True)
+        claims.unread(str(i))
+        claims.claim(("e", str(i)), f"{i} again")
+
+    assert len(claims._owned) == len(claims) == 10

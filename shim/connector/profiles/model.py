@@ -71,6 +71,10 @@ class Mode:
         present: keys that may be null, but not absent.
         peers: the peers it contacts.
         claim: the keys that identify one hand-off; empty = may repeat.
+        sources: keys of the peer's parallel sizes, the tensor parallel size first, where a peer frees only what
+            was read: a load may then be tried again if all workers report that it failed. With a size over 1
+            (the first: over this server's own) a worker reads from several of the peer's, and one of these may
+            have been read before another failed. Empty = whatever failed may be gone.
         blocks: the key of the remote block ids, if they must fit the prompt.
         tokens: the key of the number of tokens that the peer holds.
         request_id: the key of the peer's request id.
@@ -84,6 +88,7 @@ class Mode:
     present: tuple[str, ...] = ()
     peers: tuple[Peer, ...] = ()
     claim: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     blocks: str = ""
     tokens: str = ""
     request_id: str = ""

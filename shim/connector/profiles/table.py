@@ -43,15 +43,19 @@ _NIXL_KEYS: dict[str, Key] = {
 _NIXL_PEER = Peer(host="remote_host", ports=("remote_port",), engine_id="remote_engine_id")
 _NIXL_REMOTE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _NIXL_CLAIM = ("remote_engine_id", "remote_request_id")
+# pull_worker.py notifies with the read itself or after all of it, and for one that failed never; prefill counts
+# notifications per worker (`_get_new_notifs`). With push prefill writes, and may have begun to.
+_NIXL_SOURCES = ("tp_size", "dcp_size", "pp_size")
 
 
-def _nixl_load(*required: str) -> Mode:
+def _nixl_load(*required: str, sources: tuple[str, ...] = ()) -> Mode:
     return Mode(
         Ask.LOAD,
         PREFILL,
         required=(*required, *_NIXL_REMOTE),
         peers=(_NIXL_PEER,),
         claim=_NIXL_CLAIM,
+        sources=sources,
         blocks="remote_block_ids",
         tokens="remote_num_tokens",
         request_id="remote_request_id",
@@ -64,13 +68,14 @@ NIXL_PULL = Profile(
     "NixlPullConnector",
     keys=_NIXL_KEYS,
     # Without `remote_block_ids` pull_scheduler.py asserts; without one of the four it hangs.
-    modes=(_nixl_load("remote_block_ids"), _HANDOFF),
+    modes=(_nixl_load("remote_block_ids", sources=_NIXL_SOURCES), _HANDOFF),
     readback=Mode(
         Ask.HANDOFF,
         "remote_block_ids",
         required=(*_NIXL_REMOTE, "remote_num_tokens"),
         peers=(_NIXL_PEER,),
         claim=_NIXL_CLAIM,
+        sources=_NIXL_SOURCES,
         blocks="remote_block_ids",
         tokens="remote_num_tokens",
         variant=Variant.BIDIRECTIONAL,
