@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from typing import Any
 
 import pytest
 from scheduling import Steps, make_config, make_request, make_scheduler
 from scripted import Script, ScriptedConnector
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from shim import plugin
+from shim.connector import wrap
+from shim.telemetry.stats import ShimStats
 
 LOAD = {"do_remote_prefill": True}
 HANDOFF = {"do_remote_decode": True}
@@ -189,3 +194,35 @@ def test_a_hand_off_that_was_read_is_not_read_again() -> None:
     finish(steps)
     verdicts = counted(steps, "requests|")
     assert verdicts == {"requests|remote|none": 1, "requests|local_prefill|handoff_reused": 1}
+
+
+def test_workers_say_which_loads_failed_on_them() -> None:
+    """vLLM's aggregator adds them up for the scheduler; to the API server they do not travel."""
+    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        pytest.skip("vLLM 0.28 does not say on which worker a load failed")
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    class Failing(ScriptedConnector):
+        failed: frozenset[str]
+
+        def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+            return KVConnectorTransferResults(set(), {"a", "b"}, set(self.failed))
+
+    plugin.install()
+    config = make_config("shim", extra=json.dumps({"shim": {"connector": "scripted:ScriptedConnector"}}))
+    outputs = []
+    for failed in ({"a", "b"}, {"a"}):
+        worker = wrap._wrap(Failing)(config, KVConnectorRole.WORKER, None)
+        worker.failed = frozenset(failed)
+        results = worker.get_transfer_results(set())
+        stats = pickle.loads(pickle.dumps(worker.get_kv_connector_stats()))
+        assert worker.get_kv_connector_stats() is None
+        report = KVConnectorOutput(
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_stats=stats,
+        )
+        outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report))
+    both = KVOutputAggregator(2).aggregate(outputs).kv_connector_output.kv_connector_stats
+    assert both.failed_loads == {"a": 2, "b": 1}
+    assert both.data == ShimStats().data
