@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 PARAMS_BYTES_LIMIT = 1 << 20
 """Larger params are not recovered: a hand-off of a million tokens takes a tenth of this."""
+PROMPT_IDS = "prompt_token_ids"
+"""Routers put the prompt's ids into the params for vLLM's renderer (renderers/online_renderer.py), which has
+read them by then; no connector does. They are megabytes, so they go before the rest is measured."""
 
 _TRACEPARENT = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _current: ContextVar[HttpRequest | None] = ContextVar("kv_shim_http_request", default=None)
@@ -119,7 +122,8 @@ class HttpRequest:
         """The value of a key of the body; None if there is none.
 
         Raises:
-            Unreadable: larger than `PARAMS_BYTES_LIMIT`, nested too deep, or with integers past 64 bit.
+            Unreadable: larger than `PARAMS_BYTES_LIMIT` without `PROMPT_IDS`, nested too deep, or with
+                integers past 64 bit.
         """
         raw = self._parsed(name).get(name)
         return None if raw is None else _value(name, bytes(raw))
@@ -179,6 +183,8 @@ class Reply:
 
 
 def _value(name: str, raw: bytes) -> Any:
+    if f'"{PROMPT_IDS}"'.encode() in raw:
+        raw = _without_prompt_ids(raw)
     if len(raw) > PARAMS_BYTES_LIMIT:
         raise Unreadable(name)
     try:
@@ -187,6 +193,16 @@ def _value(name: str, raw: bytes) -> Any:
     except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError) as error:
         raise Unreadable(name) from error
     return value
+
+
+def _without_prompt_ids(raw: bytes) -> bytes:
+    """A JSON object without that key, which is not looked into; anything else as it is."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        return raw
+    fields.pop(PROMPT_IDS, None)
+    return msgspec.json.encode(fields)
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:

@@ -244,6 +244,31 @@ def test_params_no_engine_could_be_sent_are_marked(value: bytes) -> None:
     assert attached.unreadable or value.startswith(b"[")  # so deep that not even the body is read
 
 
+LONG_PROMPT = {**HANDOFF, "prompt_token_ids": [100_000] * 200_000}
+
+
+def test_a_prompts_ids_in_the_params_are_no_part_of_what_is_bounded() -> None:
+    """Routers put up to 200,000 prompt ids into the params: they are dropped, and the hand-off is recovered."""
+    [attached] = serve(body(kv_transfer_params=LONG_PROMPT), EngineRequest("a"))
+    assert (attached.kv, attached.source, attached.unreadable) == (HANDOFF, Source.BODY, False)
+
+
+def test_a_prompts_ids_are_dropped_from_json_only_python_reads_too() -> None:
+    """NaN elsewhere in the body changes nothing of that."""
+    sent = body(kv_transfer_params=LONG_PROMPT, temperature=float("nan"))
+    [attached] = serve(sent, EngineRequest("a"))
+    assert (attached.kv, attached.unreadable) == (HANDOFF, False)
+
+
+def test_params_beside_a_prompts_ids_are_bounded_as_ever() -> None:
+    """What is left without the ids may not be larger than the bound, and params that are no object stay."""
+    large = {"prompt_token_ids": [1], "x": "x" * PARAMS_BYTES_LIMIT}
+    [attached] = serve(body(kv_transfer_params=large), EngineRequest("a"))
+    assert (attached.kv, attached.unreadable) == (None, True)
+    [attached] = serve(body(kv_transfer_params=["prompt_token_ids"]), EngineRequest("a"))
+    assert attached.kv == ["prompt_token_ids"]
+
+
 def test_unreadable_names_the_key() -> None:
     """The finding says which field."""
     assert str(Unreadable("kv_transfer_params")) == "kv_transfer_params"
@@ -413,6 +438,13 @@ def test_a_header_is_no_source_unless_opted_in(settings: Any) -> None:
     assert (attached.kv, attached.source) == ({"b": 1}, Source.BODY)
     [attached] = serve(body(), EngineRequest("a"), headers={"x-kv-params": "{"})
     assert (attached.kv, attached.source, attached.unreadable) == (None, Source.NONE, True)
+
+
+def test_a_prompts_ids_in_a_header_are_dropped_too(settings: Any) -> None:
+    """A hand-off in a header is recovered as one in a body is."""
+    settings(params_header="X-KV", allow_peers=["10.0.0.0/8"])
+    [attached] = serve(body(), EngineRequest("a"), headers={"x-kv": json.dumps(LONG_PROMPT)})
+    assert (attached.kv, attached.source) == (HANDOFF, Source.HEADER)
 
 
 def test_router_marks_count_only_if_trusted(settings: Any) -> None:
