@@ -38,6 +38,7 @@ from msgspec import Meta
 
 from shim.config import STAMP_KEY_ENV
 from shim.telemetry.catalog import StampResult
+from shim.trace_context import Traceparent  # noqa: TC001  # msgspec looks it up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,7 +56,6 @@ _CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 _Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * _DIGEST_BYTES}}}\Z")]
 _Short = Annotated[str, Meta(pattern=rf"^(|[0-9a-f]{{{2 * _SHORT_BYTES}}})\Z")]
-_Traceparent = Annotated[str, Meta(pattern=r"^(|00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})\Z")]
 _Time = Annotated[float, Meta(ge=0, le=1e12)]
 _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
@@ -96,7 +96,7 @@ class Stamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: Prompt
     issued: _Time
     lease: Annotated[float, Meta(ge=0, le=1e6)]
-    traceparent: _Traceparent = ""
+    traceparent: Traceparent = ""
 
 
 def stamp_key() -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from shim import trace_context
 from shim.config import ExpectRemote
 from shim.connector.recover import Attached, copied, is_cleanup, put_params, read_attached
 from shim.verdict import ABSENT, Ask, Facts, HandoffReason, Reason, Source
@@ -62,7 +63,7 @@ class Admission:
         """
         sampling = request.sampling_params
         extra_args = None if sampling is None else sampling.extra_args
-        attached = read_attached(extra_args)
+        attached = _traced(read_attached(extra_args), request)
         params, source = request.kv_transfer_params, Source.EXTRA_ARGS
         if params is None:
             params, source = attached.kv, attached.source
@@ -156,6 +157,12 @@ def fault_reason(
         return Reason.ROUTER_BYPASS
     expected = expect is ExpectRemote.ALWAYS or (expect is ExpectRemote.AUTO and (asked or mark == "tried"))
     return screened if expected else Reason.NOT_DISAGGREGATED
+
+
+def _traced(attached: Attached, request: Any) -> Attached:
+    """The trace that the engine request itself names comes first (gRPC, Dynamo, Ray: no HTTP here)."""
+    parent, state = trace_context.read(request.trace_headers)
+    return structs.replace(attached, traceparent=parent, tracestate=state) if parent else attached
 
 
 def _ending_by_length(sampling: Any) -> Any:

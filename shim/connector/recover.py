@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shim.stamp import Prompt  # noqa: TC001  # msgspec looks it up
+from shim.trace_context import Traceparent, Tracestate  # noqa: TC001  # msgspec looks them up
 from shim.verdict import Endpoint, HandoffReason, Source
 
 KV_SHIM = "kv_shim"
@@ -20,7 +21,6 @@ KV_PARAMS = "kv_transfer_params"
 EC_PARAMS = "ec_transfer_params"
 
 _Short = Annotated[str, Meta(max_length=512)]
-_Traceparent = Annotated[str, Meta(pattern=r"^(|00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})\Z")]
 
 
 class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -36,8 +36,8 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         sibling: this one's number if another engine request of the same HTTP request has the params; else 0.
         siblings: `n_gt_1` or `prompt_list` for one of several engine requests that vLLM makes at once.
         mark: `tried` or `local`, by a trusted router mark; else empty.
-        traceparent: the caller's W3C trace context, also where vLLM drops it.
-        tracestate: the caller's, bounded.
+        traceparent: W3C context of the API server's current span, else of the caller, also where vLLM drops it.
+        tracestate: that context's.
         external_id: the request's id as seen outside.
         streamed: the reply is streamed.
         timed_out: the second try of a request whose load the entrypoint gave up on (`load_timeout`).
@@ -53,8 +53,8 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     sibling: Annotated[int, Meta(ge=0)] = 0
     siblings: HandoffReason = HandoffReason.NONE
     mark: Annotated[str, Meta(pattern=r"^(|tried|local)\Z")] = ""
-    traceparent: _Traceparent = ""
-    tracestate: _Short = ""
+    traceparent: Traceparent = ""
+    tracestate: Tracestate = ""
     external_id: _Short = ""
     streamed: bool = False
     timed_out: bool = False

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from opentelemetry import trace
 
-from shim import stamp
+from shim import stamp, trace_context
 from shim.config import Settings
 from shim.connector.recover import (
     EC_PARAMS,
@@ -141,8 +142,11 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
     external_id = str(getattr(engine_request, "external_req_id", None) or engine_request.request_id)
     is_child = not engine_request.request_id.startswith(external_id)  # parallel_sampling.py: "<index>_<id>"
     streamed = getattr(engine_request.sampling_params.output_kind, "name", "") != "FINAL_ONLY"
+    parent, state = _trace(http)
     if http is None:
         return Attached(
+            traceparent=parent,
+            tracestate=state,
             external_id=external_id[:ID_LIMIT],
             streamed=streamed,
             siblings=HandoffReason.N_GT_1 if is_child else HandoffReason.NONE,
@@ -167,11 +171,17 @@ def _describe(engine_request: Any, extra_args: dict[str, Any], http: HttpRequest
         timed_out=http.timed_out,
         sibling=http.siblings if http.handed and not first else 0,
         siblings=_siblings(http, external_id, is_child=is_child, first=first),
-        traceparent=http.traceparent(),
-        tracestate=http.tracestate(),
+        traceparent=parent,
+        tracestate=state,
         external_id=external_id[:ID_LIMIT],
         streamed=streamed,
     )
+
+
+def _trace(http: HttpRequest | None) -> tuple[str, str]:
+    """The current span's context (FastAPI instrumented, Ray), else the HTTP caller's."""
+    here = trace_context.of_span(trace.get_current_span().get_span_context())
+    return here if here[0] or http is None else http.trace()
 
 
 def _siblings(http: HttpRequest, external_id: str, *, is_child: bool, first: bool) -> HandoffReason:

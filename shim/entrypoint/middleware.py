@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from shim import trace_context
 from shim.connector.recover import EC_PARAMS, KV_PARAMS
 from shim.entrypoint.counters import count
 from shim.entrypoint.gate import Gate
@@ -31,7 +32,6 @@ PROMPT_IDS = "prompt_token_ids"
 """Routers put the prompt's ids into the params for vLLM's renderer (renderers/online_renderer.py), which has
 read them by then; no connector does. They are megabytes, so they go before the rest is measured."""
 
-_TRACEPARENT = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _current: ContextVar[HttpRequest | None] = ContextVar("kv_shim_http_request", default=None)
 
 
@@ -104,15 +104,11 @@ class HttpRequest:
         wanted = name.encode()
         return next((value for found, value in self._headers if found == wanted), None)
 
-    def traceparent(self) -> str:
-        """The caller's W3C trace context; empty if absent or malformed."""
-        value = self.header("traceparent")
-        return value.decode() if value and _TRACEPARENT.fullmatch(value) else ""
-
-    def tracestate(self) -> str:
-        """The caller's vendor state; empty if absent, long or not ASCII."""
-        value = self.header("tracestate") or b""
-        return value.decode() if len(value) <= 512 and value.isascii() else ""  # noqa: PLR2004  # W3C's bound
+    def trace(self) -> tuple[str, str]:
+        """The caller's traceparent and tracestate; empty if absent or malformed."""
+        states = [value for name, value in self._headers if name == b"tracestate"]
+        carrier = {"traceparent": self.header("traceparent") or b"", "tracestate": b",".join(states)}
+        return trace_context.read({name: value.decode("latin-1") for name, value in carrier.items()})
 
     def has_key(self, name: str) -> bool:
         """Whether the body is a JSON object with this key, even null; looks at bytes before it parses."""

@@ -7,7 +7,6 @@ Nothing here blocks or reads a clock. Imports no vLLM.
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from shim import trace_context
 from shim.telemetry.provider import Tracers
 from shim.telemetry.text import printable
 from shim.verdict import HandoffEnd, HandoffResult, LoadResult, Observer, Outcome, PeerKey, Reason
@@ -79,14 +79,6 @@ _NOBODY = PeerKey("", 0, "")
 _LOST = frozenset({LoadResult.FAILED, LoadResult.PARTIAL})
 _LOCAL = frozenset({Outcome.LOCAL_PREFILL, Outcome.PARTIAL})
 _PROPAGATOR = TraceContextTextMapPropagator()
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_TRACESTATE_LIMIT = 512
-_MEMBER_LIMIT = 32
-# W3C Trace Context, 3.3.1. Checked here because the propagator writes what it rejects to the log as it is.
-_MEMBER = re.compile(
-    r"[ \t]*(?:(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
-    r"=[ -+\--<>-~]{0,255}[!-+\--<>-~])?[ \t]*"
-)
 
 
 class SpanObserver(Observer):
@@ -219,14 +211,8 @@ class SpanObserver(Observer):
 
 def parent_of(traceparent: str, tracestate: str = "") -> Context:
     """The W3C context in a request's facts; empty, so that the span is a root, if it is absent or malformed."""
-    if not _TRACEPARENT.fullmatch(traceparent):
-        return Context()
-    carrier = {"traceparent": traceparent}
-    if tracestate and len(tracestate) <= _TRACESTATE_LIMIT:
-        members = tracestate.split(",")
-        if len(members) <= _MEMBER_LIMIT and all(map(_MEMBER.fullmatch, members)):
-            carrier["tracestate"] = tracestate
-    return _PROPAGATOR.extract(carrier, Context())
+    parent, state = trace_context.read({"traceparent": traceparent, "tracestate": tracestate})
+    return _PROPAGATOR.extract({"traceparent": parent, "tracestate": state}, Context())
 
 
 def _start(

@@ -33,6 +33,7 @@ class Request:
     num_prompt_tokens: int = PROMPT
     max_tokens: int = 16
     ec_transfer_params: Any = field(default=None)
+    trace_headers: Any = None
 
 
 @pytest.fixture
@@ -103,3 +104,27 @@ def test_flags_are_read_as_screening_reads_them(value: object, is_flag: bool) ->
     """The API server and EngineCore must agree on what asks for a hand-off."""
     assert is_set({"do_remote_decode": value}, "do_remote_decode") is is_flag
     assert not is_set(value, "do_remote_decode")
+
+
+CALLER = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+CURRENT = "00-" + "c" * 32 + "-" + "d" * 16 + "-01"
+
+
+@pytest.mark.parametrize(
+    ("trace_headers", "parent", "state"),
+    [
+        ({"traceparent": CALLER, "tracestate": "v=1"}, CALLER, "v=1"),
+        ({"traceparent": CALLER}, CALLER, ""),
+        ({"traceparent": "00-junk", "tracestate": "v=1"}, CURRENT, "here=1"),
+        ({}, CURRENT, "here=1"),
+        (None, CURRENT, "here=1"),
+    ],
+)
+def test_the_engine_requests_own_trace_comes_first(
+    admission: Admission, trace_headers: Any, parent: str, state: str
+) -> None:
+    """gRPC, Dynamo and Ray hand the caller's context to the engine; the API server's own is the next best."""
+    attached = Attached(traceparent=CURRENT, tracestate="here=1")
+    request = Request("a", Sampling({KV_SHIM: attached}), trace_headers=trace_headers)
+    facts = admission.admit(request).facts
+    assert (facts.traceparent, facts.tracestate) == (parent, state)

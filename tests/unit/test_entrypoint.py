@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from opentelemetry import context, trace
+from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
 from shim import stamp
 from shim.config import read_settings
@@ -27,6 +29,7 @@ from shim.entrypoint.middleware import (
 from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint, HandoffReason, Source
 
+TRACE = "a" * 32 + "-" + "b" * 16
 HANDOFF = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5600}
 
 
@@ -299,6 +302,32 @@ def test_trace_context_is_carried_only_when_well_formed() -> None:
     assert (attached.traceparent, attached.tracestate) == (good, "v=1")
     [attached] = serve(body(), EngineRequest("a"), headers={"traceparent": "00-xyz", "tracestate": "é" * 600})
     assert (attached.traceparent, attached.tracestate) == ("", "")
+
+
+def test_a_tracestate_in_parts_is_one() -> None:
+    """A header may be sent several times (W3C Trace Context, 2.3)."""
+    headers = [
+        (b"traceparent", b"01-" + TRACE.encode() + b"-01-x"),
+        (b"tracestate", b"a=1"),
+        (b"tracestate", b"b=2"),
+    ]
+    request = HttpRequest({"type": "http", "path": "/", "headers": headers})
+    assert request.trace() == (f"00-{TRACE}-01", "a=1,b=2")
+
+
+def test_the_current_span_is_a_nearer_parent_than_the_callers_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FastAPI is instrumented, or Ray has a span, that is what the caller's trace leads to."""
+    inside = SpanContext(int("c" * 32, 16), int("d" * 16, 16), False, TraceFlags(1), TraceState([("k", "v")]))
+    token = context.attach(trace.set_span_in_context(trace.NonRecordingSpan(inside)))
+    try:
+        [attached] = serve(body(), EngineRequest("a"), headers={"traceparent": f"00-{TRACE}-01"})
+        without_http = EngineRequest("b")
+        attach(without_http)
+    finally:
+        context.detach(token)
+    assert without_http.sampling_params is not None
+    for found in (attached, read_attached(without_http.sampling_params.extra_args)):
+        assert (found.traceparent, found.tracestate) == (f"00-{'c' * 32}-{'d' * 16}-01", "k=v")
 
 
 def test_an_engine_request_without_http_is_told_apart() -> None:
