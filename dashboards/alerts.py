@@ -287,8 +287,8 @@ def _shim(x: Limits) -> list[Alert]:
             x.silent_for,
             f"{where} serves requests and the shim sees none of them",
             "The dashboards show nothing for this server although the shim is installed there:"
-            " it is incompatible"
-            " with this vLLM, or its hooks are not in place. `shim doctor` says which.",
+            " its hooks are not in place in this vLLM, or do not deliver. The log of the server's start"
+            " says more.",
         ),
         Alert(
             "KVShimStatsDropped",

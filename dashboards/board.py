@@ -14,6 +14,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from grafana_foundation_sdk.models.text import TextMode
 
 from shim.telemetry import catalog
+from shim.telemetry.catalog import ShimState
 from shim.verdict import ReasonClass, reasons_of
 
 from . import links
@@ -21,7 +22,7 @@ from . import queries as q
 from .panels import COLUMNS, Board, Kind, Panel, Placed, Unit, place
 
 SOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
-STATE_COLOURS = {"active": "green", "disabled": "yellow", "incompatible": "red"}
+STATE_COLOURS = {ShimState.ACTIVE: "green", ShimState.DISABLED: "yellow"}
 
 
 def render(board: Board) -> str:
@@ -230,7 +231,9 @@ def _table(made: Any, panel: Panel) -> None:
     if "state" in names:
         mapping = {
             "type": "value",
-            "options": {state: {"color": c, "index": i} for i, (state, c) in enumerate(STATE_COLOURS.items())},
+            "options": {
+                str(state): {"color": c, "index": i} for i, (state, c) in enumerate(STATE_COLOURS.items())
+            },
         }
         made.override_by_name(
             names["state"],

@@ -80,8 +80,7 @@ def health_panels() -> tuple[Panel, ...]:
             Kind.TABLE,
             (Query(q.target_info(SELECTED)),),
             "One line a server. Versions should be equal; decode should expect `always`, prefill `never`; state"
-            " `incompatible` means that the shim stepped aside: run `shim doctor` there. A"
-            " server that is missing"
+            " `disabled` means that `SHIM_DISABLE` is set there. A server that is missing"
             " here runs without the shim. Click an instance for its own dashboard.",
             Unit.NONE,
             12,

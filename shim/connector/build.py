@@ -18,6 +18,7 @@ from shim.connector.retries import Retries
 from shim.connector.scheduler_half import SchedulerHalf
 from shim.connector.screening import children_of, guard_for, options_of
 from shim.ledger import Ledger
+from shim.telemetry.catalog import ShimState
 from shim.telemetry.log import LogObserver
 from shim.telemetry.sinks import Sinks
 from shim.telemetry.spans import SpanObserver
@@ -78,7 +79,7 @@ def build_half(connector: Any, vllm_config: Any, kv_cache_config: Any) -> Schedu
     return SchedulerHalf(admission, observe, issuer, tally, ends, retries)
 
 
-def info_labels(vllm_config: Any, state: str = "active") -> dict[str, str]:
+def info_labels(vllm_config: Any, state: ShimState = ShimState.ACTIVE) -> dict[str, str]:
     """The labels of `kv_shim_info`, in the API process."""
     config = vllm_config.kv_transfer_config
     expect: ExpectRemote = read_settings(config.kv_connector_extra_config).expectation(config.kv_role)

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from shim.patch import wrap_once
-from shim.telemetry.catalog import ENTRYPOINT, INFO, EntrypointEvent
+from shim.telemetry.catalog import ENTRYPOINT, INFO, EntrypointEvent, ShimState
 from shim.verdict import Endpoint
 
 logger = logging.getLogger("vllm.kv_shim")
@@ -56,7 +56,7 @@ def _create(stat_logger: Any, vllm_config: Any) -> None:
 def _export_disabled(stat_logger: Any, vllm_config: Any) -> None:
     from shim.connector.build import info_labels  # noqa: PLC0415  # needs vLLM
 
-    info = info_labels(vllm_config, state="disabled")
+    info = info_labels(vllm_config, state=ShimState.DISABLED)
     family = stat_logger._gauge_cls(  # noqa: SLF001  # see _create
         name=INFO.full_name,
         documentation=INFO.help,

@@ -74,6 +74,13 @@ class Hook(StrEnum):
     INNER = "inner"
 
 
+class ShimState(StrEnum):
+    """What the shim does on this server; `DISABLED` by `SHIM_DISABLE`."""
+
+    ACTIVE = "active"
+    DISABLED = "disabled"
+
+
 class PeerState(StrEnum):
     """A circuit breaker's state, as far as it is counted."""
 

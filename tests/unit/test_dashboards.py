@@ -16,8 +16,9 @@ sys.path.insert(0, str(ROOT))
 yaml = pytest.importorskip("yaml")
 
 from dashboards import alerts, check, generate, links, panels, runbook  # the repository's folder first  # noqa: E402  # the repository's folder has to be on the path first
+from shim.config import ExpectRemote  # noqa: E402  # the repository's folder has to be on the path first
 from shim.telemetry import catalog  # noqa: E402  # the repository's folder has to be on the path first
-from shim.telemetry.catalog import Kind  # noqa: E402  # the repository's folder has to be on the path first
+from shim.telemetry.catalog import Kind, ShimState  # noqa: E402  # the repository's folder has to be on the path first
 from shim.verdict import Endpoint, HandoffReason, Outcome, Reason, ReasonClass, TokenKind, reasons_of  # noqa: E402  # the repository's folder has to be on the path first
 
 BOARDS = {name: json.loads((check.GENERATED / f"{name}.json").read_text()) for name in generate.BOARDS}
@@ -72,7 +73,7 @@ def test_every_label_value_used_is_one_that_is_counted() -> None:
     """A value that no series can have would make a panel empty for ever."""
     values = {member.value for enum in (Outcome, Reason, TokenKind, Endpoint, HandoffReason) for member in enum}
     values |= {value for metric in catalog.CATALOG for labels in metric.series for value in labels}
-    values |= {"disabled", "active", "incompatible", "auto"}
+    values |= {*ShimState, *ExpectRemote}
     for expression in check.everything():
         for name, braces in check.selectors(expression.text):
             if name.startswith((catalog.PREFIX, "kv_shim:target_info")):
