@@ -276,7 +276,7 @@ def _shim(x: Limits) -> list[Alert]:
             0,
             f"Exceptions in {{{{ $labels.hook }}}} on {where}",
             'Contained: requests go on, at worst prefilled locally as shim_error. hook="inner" is the wrapped'
-            " connector's own exception, passed on. The log has the trace.",
+            " connector's own exception, passed on. The log names type and frames.",
         ),
         Alert(
             "KVShimSilent",

@@ -562,8 +562,8 @@ def error_panels() -> tuple[Panel, ...]:
             "The shim's errors by hook",
             Kind.TIME,
             (Query(q.rate(q.series(catalog.ERRORS, SELECTED), by=("hook",)), "{{hook}}"),),
-            "Contained exceptions; `inner` is the wrapped connector's own. Any: take the trace from the log and"
-            " report it; SHIM_DISABLE=1 takes the shim out of the way.",
+            "Contained exceptions; `inner` is the wrapped connector's own. Any: report the log's line, which"
+            " names type and frames; SHIM_DISABLE=1 takes the shim out of the way.",
             Unit.REQUESTS,
             12,
             runbook="KVShimErrors",

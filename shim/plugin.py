@@ -11,6 +11,7 @@ from typing import Any
 from shim import config as settings_of
 from shim.config import SECTION, Settings, SettingsError, flag, read_settings
 from shim.patch import wrap_once
+from shim.telemetry.faults import FAULTS
 
 MODULE = "shim.connector"
 """What `kv_connector_module_path` names; its module-level `__getattr__` makes the wrapped classes."""
@@ -147,7 +148,13 @@ def _settle(vllm_config: Any) -> None:
     if ours or flag(settings_of.ENTRYPOINT_ENV):
         from shim.entrypoint import install as install_entrypoint  # noqa: PLC0415  # needs vLLM
 
-        install_entrypoint(_entrypoint_settings(config), config, vllm_config.model_config)
+        settings = _entrypoint_settings(config)
+        try:
+            install_entrypoint(settings, config, vllm_config.model_config)
+        except SettingsError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the server starts as without this half
+            FAULTS.say("starting its entrypoint, which is not there now,", error)
 
 
 def _entrypoint_settings(config: Any) -> Settings:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from shim.telemetry.faults import FAULTS
+
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Mapping
@@ -18,7 +20,9 @@ LISTENER = "_nixl_handshake_listener"
 _GUARDED = "_kv_shim_guarded"
 PAUSE = 0.05
 """Seconds between an end and the next start, so that a flood of junk costs no core."""
-logger = logging.getLogger("vllm.kv_shim")
+_JUNK = (
+    "%s got a message it could not answer and listens again; if this repeats, see who else sends to its port"
+)
 
 
 class _Ranks(dict[Any, Any]):
@@ -54,11 +58,7 @@ def _supervised(listen: Callable[..., None]) -> Callable[..., None]:
             except Exception as error:  # whatever a stranger's message makes it raise
                 if not ready_event.is_set():
                     raise  # it never listened: the port is taken, and the start must fail as without us
-                logger.warning(
-                    "kv_shim: NIXL's handshake listener got a message it could not answer (%s) and listens "
-                    "again; if this repeats, see who else sends to its port",
-                    type(error).__name__,
-                )
+                FAULTS.say("NIXL's handshake listener", error, _JUNK, logging.WARNING)
                 stop_event.wait(PAUSE)
 
     setattr(listen_on, _GUARDED, True)

@@ -83,8 +83,8 @@ class ShimMixin:
             half.admit(request)
         try:
             super().on_new_request(request)  # type: ignore[misc]
-        except Exception:
-            self._inner_failed()
+        except Exception as error:
+            self._inner_failed(error)
             raise
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -96,8 +96,8 @@ class ShimMixin:
             answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(  # type: ignore[misc]
                 request, num_computed_tokens
             )
-        except Exception:
-            self._inner_failed()
+        except Exception as error:
+            self._inner_failed(error)
             raise
         return answer if half is None else half.matched(request, num_computed_tokens, answer)
 
@@ -108,8 +108,8 @@ class ShimMixin:
             half.admit_unseen(request)
         try:
             super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
-        except Exception:
-            self._inner_failed()
+        except Exception as error:
+            self._inner_failed(error)
             raise
         if half is not None:
             half.allocated(request, num_external_tokens)
@@ -121,8 +121,8 @@ class ShimMixin:
         """
         try:
             meta = self._inner_meta(scheduler_output)
-        except Exception:
-            self._inner_failed()
+        except Exception as error:
+            self._inner_failed(error)
             raise
         ledger = self._ledger
         if ledger is not None:
@@ -136,8 +136,8 @@ class ShimMixin:
         """The workers reported loads and sends."""
         try:
             super().update_connector_output(connector_output)  # type: ignore[misc]
-        except Exception:
-            self._inner_failed()
+        except Exception as error:
+            self._inner_failed(error)
             raise
         half = self._half
         if half is not None:
@@ -159,8 +159,8 @@ class ShimMixin:
             half.finishing(request)
         try:
             answer = inner(request, block_ids)
-        except Exception:
-            self._inner_failed()
+        except Exception as error:
+            self._inner_failed(error)
             raise
         return answer if half is None else half.finished(request, answer)
 
@@ -170,8 +170,8 @@ class ShimMixin:
         """The inner's stats with the shim's beside them; the scheduler asks once per processed step."""
         try:
             inner = self._inner_stats()
-        except Exception:
-            self._inner_failed()
+        except Exception as error:
+            self._inner_failed(error)
             raise
         ledger = self._ledger
         if ledger is not None:
@@ -212,7 +212,7 @@ class ShimMixin:
             vllm_config, metric_types, labelnames, per_engine_labelvalues, inner=inner, info=info
         )
 
-    def _inner_failed(self) -> None:
+    def _inner_failed(self, error: Exception) -> None:
         """Count an exception of the inner's, which passes on unchanged."""
         if self._half is not None:
-            self._half.inner_failed()
+            self._half.inner_failed(error)

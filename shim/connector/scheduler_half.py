@@ -6,7 +6,6 @@ the shim would end every request on the server. Screening fails closed; everythi
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +13,7 @@ from shim.connector.admission import Admitted
 from shim.connector.recover import is_cleanup, put_params
 from shim.telemetry import catalog
 from shim.telemetry.catalog import Hook, key
+from shim.telemetry.faults import FAULTS, PASSED_ON
 from shim.telemetry.tally import keys_of
 from shim.verdict import Facts, Reason
 
@@ -33,7 +33,6 @@ _STAMPS = keys_of(catalog.STAMPS)
 _AGE = key(catalog.HANDOFF_AGE_SECONDS)
 AGE_LIMIT = 3600.0
 """Seconds; an older hand-off's age is a clock's fault, not an age."""
-logger = logging.getLogger("vllm.kv_shim")
 
 
 class SchedulerHalf:
@@ -73,8 +72,8 @@ class SchedulerHalf:
         """Settle what the inner connector may see of `request`; on any fault of ours, no params at all."""
         try:
             admitted = self._admission.admit(request)
-        except Exception:  # noqa: BLE001  # fails closed: see the module's docstring
-            self._fault(Hook.SCREEN)
+        except Exception as error:  # noqa: BLE001  # fails closed: see the module's docstring
+            self._fault(Hook.SCREEN, error)
             admitted = Admitted(Facts(reason=Reason.SHIM_ERROR), local=True)
             self._contain(Hook.SCREEN, _take_params_away, request)
         self._live[request.request_id] = admitted
@@ -135,9 +134,10 @@ class SchedulerHalf:
         """A step's output was processed."""
         self._contain(Hook.STATS, self._observe.step_done)
 
-    def inner_failed(self) -> None:
-        """The inner connector raised; its exception passes on, this only counts it."""
+    def inner_failed(self, error: Exception) -> None:
+        """The inner connector raised; its exception passes on, this only counts it and says where."""
         self.tally.error(Hook.INNER)
+        FAULTS.say("a hook", error, PASSED_ON)
 
     def _admitted(self, request: Any, admitted: Admitted) -> None:
         facts, tally = admitted.facts, self.tally
@@ -151,13 +151,13 @@ class SchedulerHalf:
     def _contain(self, hook: Hook, fn: Callable[..., T], *args: Any) -> T | None:
         try:
             return fn(*args)
-        except Exception:  # noqa: BLE001  # see the module's docstring
-            self._fault(hook)
+        except Exception as error:  # noqa: BLE001  # see the module's docstring
+            self._fault(hook, error)
             return None
 
-    def _fault(self, hook: Hook) -> None:
+    def _fault(self, hook: Hook, error: Exception) -> None:
         self.tally.error(hook)
-        logger.error("kv_shim: a fault of the shim's in %s was contained; please report it", hook)
+        FAULTS.say(hook, error)
 
 
 def _take_params_away(request: Any) -> None:

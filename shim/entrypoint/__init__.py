@@ -6,17 +6,12 @@ Installed when a config that uses the shim is settled, or by `SHIM_ENTRYPOINT=1`
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import Any
 
 from shim.config import DISABLE_ENV, Settings, flag
 from shim.entrypoint import counters, handoff
 from shim.entrypoint.middleware import RequestContext
 from shim.patch import wrap_once
-from shim.telemetry.catalog import EntrypointEvent
-from shim.verdict import Endpoint
-
-logger = logging.getLogger("vllm.kv_shim")
 
 
 def install(settings: Settings, config: Any, model_config: Any = None) -> None:
@@ -97,12 +92,11 @@ def _attaching(add_request_async: Any) -> Any:
     async def add(self: Any, request: Any) -> None:
         try:
             handoff.attach(request)
-        except Exception:
+        except Exception as error:  # noqa: BLE001  # see below
             # The request goes on as vLLM made it, but for what only we may say: a fault of ours fails none.
             with contextlib.suppress(Exception):
                 handoff.strip(request)
-            counters.count(EntrypointEvent.HOOK_ERROR, Endpoint.OTHER)
-            logger.exception("kv_shim: a fault of the shim's at the hand-off was contained; please report it")
+            counters.contained("the hand-off", error)
         await add_request_async(self, request)
 
     return add

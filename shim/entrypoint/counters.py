@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from shim.patch import wrap_once
 from shim.telemetry.catalog import ENTRYPOINT, INFO, EntrypointEvent, ShimState
+from shim.telemetry.faults import FAULTS
 from shim.verdict import Endpoint
 
-logger = logging.getLogger("vllm.kv_shim")
 _series: dict[tuple[str, str], Any] = {}
 
 
@@ -18,6 +17,12 @@ def count(event: EntrypointEvent, endpoint: Endpoint) -> None:
     series = _series.get((event, Endpoint.OTHER if endpoint is Endpoint.ENGINE else endpoint))
     if series is not None:
         series.inc()
+
+
+def contained(where: str, error: Exception, endpoint: Endpoint = Endpoint.OTHER) -> None:
+    """Count a fault of ours in the API server, and say what it was; the request goes on."""
+    count(EntrypointEvent.HOOK_ERROR, endpoint)
+    FAULTS.say(where, error)
 
 
 def install(logger_class: type[Any], *, disabled: bool) -> None:
@@ -33,9 +38,9 @@ def install(logger_class: type[Any], *, disabled: bool) -> None:
             original(self, vllm_config, *args, **kwargs)
             try:
                 (_export_disabled if disabled else _create)(self, vllm_config)
-            except Exception:
+            except Exception as error:  # noqa: BLE001  # see below
                 # A registry that refuses our names must not keep the server from starting.
-                logger.exception("kv_shim: no entrypoint metrics: creating them failed; please report it")
+                FAULTS.say("making the entrypoint's metrics, of which there are none now,", error)
 
         return init
 

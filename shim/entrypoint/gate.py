@@ -6,6 +6,8 @@ import json
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from shim.entrypoint.counters import contained
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
 
@@ -40,14 +42,22 @@ class Gate:
             return
         start, self._start = self._start, None
         if start is not None:
-            reason = self._refused()
-            if reason is not None:
+            if answer := self._refusal():
                 self._answered = True
-                for answer in refusal(reason):
-                    await self._send(answer)
+                for part in answer:
+                    await self._send(part)
                 return
             await self._send(start)
         await self._send(message)
+
+    def _refusal(self) -> list[Message]:
+        """The refusal; empty for a request that is not refused, and where making it fails."""
+        try:
+            reason = self._refused()
+            return [] if reason is None else refusal(reason)
+        except Exception as error:  # noqa: BLE001  # see the docstring
+            contained("its refusal", error)
+            return []
 
 
 def refusal(reason: Reason) -> list[Message]:

@@ -12,7 +12,7 @@ import msgspec
 
 from shim import trace_context
 from shim.connector.recover import EC_PARAMS, KV_PARAMS
-from shim.entrypoint.counters import count
+from shim.entrypoint.counters import contained, count
 from shim.entrypoint.gate import Gate
 from shim.telemetry.catalog import EntrypointEvent
 from shim.verdict import Endpoint, Reason
@@ -271,8 +271,11 @@ class RequestContext:
             return message
 
         async def watching(message: Message) -> None:
-            if request.reply.lacks_handoff(message):
-                count(EntrypointEvent.RESPONSE_WITHOUT_HANDOFF, request.endpoint)
+            try:
+                if request.reply.lacks_handoff(message):
+                    count(EntrypointEvent.RESPONSE_WITHOUT_HANDOFF, request.endpoint)
+            except Exception as error:  # noqa: BLE001  # the reply is vLLM's: a fault of ours fails none
+                contained("watching a reply", error, request.endpoint)
             await send(message)
 
         sending = Gate(lambda: request.refused, watching) if self.gated else watching

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from shim.connector.admission import fault_reason
 from shim.connector.claims import Unclaimed
 from shim.connector.recover import KV_PARAMS, copied, is_set
 from shim.connector.screening import guard_for
-from shim.entrypoint.counters import count
+from shim.entrypoint.counters import contained, count
 from shim.entrypoint.handoff import recovered
 from shim.entrypoint.middleware import current_request
 from shim.patch import wrap_once
@@ -40,9 +39,6 @@ REFUSABLE = frozenset(
     }
 )
 """What can be known before the engine is asked; a reason found later is served locally and counted."""
-
-
-logger = logging.getLogger("vllm.kv_shim")
 
 
 class RefusedError(ValueError):
@@ -99,7 +95,7 @@ class Policy:
         try:
             reason = self.refuses(http, sampling, prompt_length(prompt))
         except Exception as error:  # noqa: BLE001  # a fault of ours refuses nobody
-            _fault(http, error)
+            contained("its policy", error, http.endpoint)
             return
         if reason is None:
             return
@@ -117,13 +113,8 @@ class Policy:
             alone = sampling.n == 1 or not _is_final_only(sampling)
             return alone and waits_for_load(http, sampling.extra_args or {})
         except Exception as error:  # noqa: BLE001  # see the docstring
-            _fault(http, error)
+            contained("its policy", error, Endpoint.OTHER if http is None else http.endpoint)
             return False
-
-
-def _fault(http: HttpRequest | None, error: Exception) -> None:
-    count(EntrypointEvent.HOOK_ERROR, Endpoint.OTHER if http is None else http.endpoint)
-    logger.error("kv_shim: a fault of the shim's in its policy was contained; please report it", exc_info=error)
 
 
 def install(llm_class: type[Any], policy: Policy) -> None:

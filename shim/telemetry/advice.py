@@ -75,7 +75,8 @@ ADVICE: Mapping[Reason, Advice] = MappingProxyType(
         ),
         Reason.SHIM_ERROR: Advice(
             "the shim raised an exception and took the params away to be safe",
-            "report the traceback logged with it; SHIM_DISABLE=1 runs the bare connector meanwhile",
+            "report the line logged with it, which names exception and frames; SHIM_DISABLE=1 runs the bare "
+            "connector meanwhile",
         ),
         Reason.OTHER: Advice(
             "nothing was loaded and no known reason fits",

@@ -6,7 +6,6 @@ may raise, and what can't be delivered is counted.
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from shim.telemetry import catalog
 from shim.telemetry.catalog import CATALOG, INFO, KEYS, START_TIME_SECONDS, Kind, Metric, Scope, key
+from shim.telemetry.faults import FAULTS
 from shim.telemetry.stats import split
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ _TYPES = {
     Kind.GAUGE: prometheus_client.Gauge,
     Kind.HISTOGRAM: prometheus_client.Histogram,
 }
-logger = logging.getLogger("vllm.kv_shim")
 _DROPPED = key(catalog.STATS_DROPPED)
 
 
@@ -57,9 +56,9 @@ class ShimPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM's c
             return
         try:
             self._create(metric_types, labelnames, per_engine_labelvalues, info)
-        except Exception:
+        except Exception as error:  # noqa: BLE001  # see below
             # A registry that refuses our names must not keep the server from starting.
-            logger.exception("kv_shim: no metrics: they could not be created; please report it")
+            FAULTS.say("making the metrics, of which there are none now,", error)
 
     def _create(
         self,
@@ -136,6 +135,7 @@ def _try(series: Any, verb: str, value: object) -> int:
         return 1
     try:
         getattr(series, verb)(value)
-    except Exception:  # noqa: BLE001  # an exception here ends the API server (see the module's docstring)
+    except Exception as error:  # noqa: BLE001  # it would end the API server (see the module's docstring)
+        FAULTS.say("delivering metrics", error)
         return 1
     return 0

@@ -8,7 +8,6 @@ up to 150 ms (`requests` and gRPC are imported), so a thread does it while early
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from opentelemetry import trace
 
 from shim import __version__
+from shim.telemetry.faults import FAULTS, described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -108,15 +108,17 @@ class Tracers:
                 "correct them, or set OTEL_TRACES_EXPORTER=none to do without",
                 _first(ENDPOINTS, os.environ)[0],
                 *_first(PROTOCOLS, os.environ, DEFAULT_PROTOCOL),
-                type(error).__name__,
+                described(error),
             )
         with self._lock:
             held, self._held = self._held or (), None
             self._tracer = tracer = self._tracer or tracer
         if tracer is not None:
             for make, event in held:
-                with contextlib.suppress(Exception):  # one span less; nobody is left to be told
+                try:
                     make(tracer, event)
+                except Exception as error:  # noqa: BLE001  # one span less
+                    FAULTS.say("a held span", error)
         if shutdown is not None:
             # This thread lives on to close the provider: at exit none can be started any more (Python 3.12).
             leaving.wait()

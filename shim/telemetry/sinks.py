@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shim.telemetry import catalog
 from shim.telemetry.catalog import Hook, key
+from shim.telemetry.faults import FAULTS
 from shim.verdict import Observer
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Sinks(Observer):
             for hear in hearing:
                 try:
                     hear(*facts)
-                except Exception:  # noqa: BLE001  # see the module's docstring
+                except Exception as error:  # noqa: BLE001  # see the module's docstring
+                    FAULTS.say(hear.__qualname__, error)
                     self._lost()
 
         return tell
@@ -53,5 +55,5 @@ class Sinks(Observer):
         try:
             self._tally.error(Hook.SINK)
             self._tally.add(key(catalog.STATS_DROPPED))
-        except Exception:  # noqa: BLE001, S110  # the tally itself is what fails: nowhere left to count it
-            pass
+        except Exception as error:  # noqa: BLE001  # the tally itself is what fails: nowhere left to count it
+            FAULTS.say("the tally", error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
@@ -20,11 +22,16 @@ from vllm.v1.request import Request, RequestStatus
 from shim import plugin
 from shim.connector import wrap
 from shim.connector.admission import Admission
+from shim.connector.guard import Guard
 from shim.connector.issue import Issuer
 from shim.connector.observe import Observe
-from shim.telemetry.log import LogObserver
+from shim.telemetry.faults import FAULTS
+from shim.telemetry.log import LOGGER, LogObserver
 from shim.telemetry.spans import SpanObserver
 from shim.telemetry.tally import Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HERE = f"{__name__}:Recording"
 
@@ -93,12 +100,31 @@ OUTPUT = SimpleNamespace(
 )
 
 
-def request() -> Request:
+class Lines(logging.Handler):
+    """What the shim logs, as it is written; vLLM's root logger passes nothing on to pytest's."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += self.format(record) + "\n"
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
+    """The lines from here on, of faults that may have been said before, too."""
+    monkeypatch.setattr(FAULTS, "_said", {})
+    handler = Lines()
+    logging.getLogger(LOGGER).addHandler(handler)
+    yield handler
+    logging.getLogger(LOGGER).removeHandler(handler)
+
+
+def request(**params: Any) -> Request:
     """A decode request with a good hand-off."""
     made = Request(
         "r",
         list(range(40)),
-        SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"do_remote_prefill": True}}),
+        SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"do_remote_prefill": True, **params}}),
         None,
     )
     made.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -174,7 +200,7 @@ EVERYTHING_OF_OURS = [
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_when_all_of_the_shim_fails_the_inner_still_answers(
-    connector: Any, hook: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    connector: Any, hook: str, monkeypatch: pytest.MonkeyPatch, lines: Lines
 ) -> None:
     """Every part of ours throws at once: the inner's own result comes out, called once, errors are counted."""
     for owner, name in EVERYTHING_OF_OURS:
@@ -187,7 +213,34 @@ def test_when_all_of_the_shim_fails_the_inner_still_answers(
     # What could not be screened must not be loaded either.
     assert got == ((0, False) if hook == "get_num_new_matched_tokens" else answer)
     assert sum(errors(connector).values()) >= 1
-    assert "kv_transfer_params" not in caplog.text
+    assert "Boom at shim/connector/scheduler_half.py" in lines.text
+    assert "do_remote_prefill" not in lines.text
+
+
+def test_a_fault_that_has_a_clients_values_in_it_is_said_without_them(
+    connector: Any, monkeypatch: pytest.MonkeyPatch, lines: Lines
+) -> None:
+    """Params are the usual reason of a fault: the log has the types and frames, and nothing of the params."""
+
+    def screen(_guard: Guard, _request_id: str, params: Any, **_: Any) -> Any:
+        try:
+            return params["remote_host"] + 1
+        except TypeError as error:
+            raise ValueError(params, str(params)) from error
+
+    monkeypatch.setattr(Guard, "screen", screen)
+    host, token = "10.9.8.7.example", 987654321
+    for number in range(5):
+        one = request(remote_host=host, prompt_token_ids=[token])
+        one.request_id = f"r{number}"
+        connector.on_new_request(one)
+    assert errors(connector) == {"screen": 5}
+    (line,) = lines.text.splitlines()
+    assert "in screen was contained" in line
+    assert "ValueError at shim/connector/scheduler_half.py" in line
+    assert "shim/connector/admission.py" in line
+    assert ", from TypeError at test_containment.py" in line
+    assert not any(value in line for value in (host, str(token), "remote_host", "do_remote_prefill"))
 
 
 def test_a_step_with_news_that_fails_fails_nothing(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,13 +299,12 @@ def test_failing_to_screen_fails_closed(connector: Any, monkeypatch: pytest.Monk
     connector.on_new_request(one)
     assert one.kv_transfer_params is None
     assert one.sampling_params is not None
-    assert not (one.sampling_params.extra_args)
-    assert not ({})
+    assert one.sampling_params.extra_args is None
     assert errors(connector) == {"screen": 1}
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_the_inners_own_exception_passes_unchanged(connector: Any, hook: str) -> None:
+def test_the_inners_own_exception_passes_unchanged(connector: Any, hook: str, lines: Lines) -> None:
     """What the inner raises is the user's to see, as without us; it is only counted."""
     connector.fails = frozenset({hook})
     args, _ = hooks(request())[hook]
@@ -260,26 +312,25 @@ def test_the_inners_own_exception_passes_unchanged(connector: Any, hook: str) ->
         getattr(connector, hook)(*args)
     assert connector.calls == {hook: 1}
     assert errors(connector)["inner"] == 1
+    assert "the inner connector raised" in lines.text
+    assert f"in Recording.{hook} > " in lines.text
+
+
+ELSEWHERE = {"build_kv_connector_stats", "build_prom_metrics", "get_transfer_results"}
+"""What the shim overrides besides hooks of the scheduler's: how the API server makes stats and metrics, and
+once a step on workers, which loads failed there."""
 
 
 def test_nothing_else_is_overridden(connector: Any) -> None:
-    """Per-layer worker hooks, properties and class methods are the inner's own functions."""
-    from shim.connector.mixin import ShimMixin
-
-    ours = {name for name in vars(ShimMixin) if not name.startswith("_")} - {
-        "build_kv_connector_stats",
-        "build_prom_metrics",
-        "get_transfer_results",  # once a step, on workers: which loads failed there
+    """Of all that vLLM calls on a connector the rest is the inner's own: worker hooks, properties and so on."""
+    of_vllm = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in dir(cls) if name[0] != "_"}
+    wrapped = {
+        name
+        for name in of_vllm
+        if inspect.getattr_static(type(connector), name) is not inspect.getattr_static(Recording, name)
     }
-    assert ours == set(HOOKS)
-    for name in (
-        "start_load_kv",
-        "wait_for_layer_load",
-        "save_kv_layer",
-        "wait_for_save",
-        "bind_connector_metadata",
-    ):
-        assert getattr(type(connector), name) is getattr(Recording, name)
+    assert wrapped == {*HOOKS} | (ELSEWHERE & of_vllm)  # 0.28 has no get_transfer_results
+    assert {"start_load_kv", "wait_for_save", "bind_connector_metadata", "role"} <= of_vllm - wrapped
 
 
 def test_an_inner_whose_hooks_call_each_other_is_counted_once(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shim.config import ExpectRemote, read_settings
-from shim.entrypoint import handoff
+from shim.entrypoint import counters, handoff
 from shim.entrypoint import policy as policies
 from shim.entrypoint.middleware import HttpRequest, RequestContext, current_request
 from shim.entrypoint.policy import Policy, RefusedError
@@ -148,7 +148,7 @@ def test_a_fault_of_ours_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 
     counted = []
     monkeypatch.setattr(Policy, "refuses", boom)
-    monkeypatch.setattr(policies, "count", lambda *event: counted.append(event))
+    monkeypatch.setattr(counters, "count", lambda *event: counted.append(event))
     untouched = http()
     refuse.check(untouched, Sampling(), None)
     assert untouched.refused is None
